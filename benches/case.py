@@ -1,0 +1,79 @@
+"""What a bench consists of: cases, and candidates that do the work of a case."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from benches.timing import Call
+
+COPY = "copy of the same bytes"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to do the work of a case.
+
+    prepare: takes the case's inputs and returns the call to time; it may allocate and compile. The first call of what
+        it returns is verified.
+    ours: whether it is this project's kernel; the bench fails if that is wrong or raises.
+    work: bytes or operations that this way needs at least, if more than the case's.
+    verify: instead of the case's, for a peer with another recipe, which `tolerance` describes.
+    graph: whether the call may be captured in a CUDA graph.
+    """
+
+    name: str
+    prepare: Callable[[Any], Call]
+    ours: bool = False
+    work: int | None = None
+    verify: Callable[[Any, Any], str] | None = None
+    tolerance: str = ""
+    graph: bool = True
+
+
+@dataclass(frozen=True)
+class Case:
+    """One shape. Exactly one of `bytes` and `flops` is set: the least that any way of doing it must move or compute.
+
+    verify(inputs, outputs) returns what was found in a few words, or raises AssertionError.
+    """
+
+    label: str
+    make: Callable[[], Any]
+    candidates: tuple[Candidate, ...]
+    verify: Callable[[Any, Any], str]
+    bytes: int | None = None
+    flops: int | None = None
+
+    @property
+    def work(self) -> int:
+        return self.bytes if self.bytes is not None else self.flops
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A bench module. cases(device, quick) lists the cases, at toy sizes for a CPU; `wheels`: versions to record."""
+
+    name: str
+    title: str
+    cases: Callable[[torch.device, bool], list[Case]]
+    wheels: tuple[str, ...] = ("hopper-kernels",)
+
+
+def copy_candidate(nbytes: int) -> Candidate:
+    """A device copy that reads and writes `nbytes` in total: the floor of a case of that many bytes."""
+
+    def prepare(inputs: Any) -> Call:
+        device = next(t.device for t in vars(inputs).values() if isinstance(t, torch.Tensor))
+        source = torch.empty(nbytes // 2, dtype=torch.uint8, device=device).random_()
+        target = torch.empty_like(source)
+        return lambda: (source, target.copy_(source))
+
+    def verify(inputs: Any, outputs: tuple[torch.Tensor, torch.Tensor]) -> str:
+        assert torch.equal(*outputs), "the copy differs"
+        return "equal"
+
+    return Candidate(COPY, prepare, verify=verify)

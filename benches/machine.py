@@ -1,0 +1,150 @@
+"""What a measurement was made on: device, versions, clocks, and the ceilings of that device on that day."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import threading
+import time
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from benches.timing import EventTimer, Sampler, percentile
+
+_QUERY = {"sm_mhz": "clocks.sm", "memory_mhz": "clocks.mem", "power_w": "power.draw", "celsius": "temperature.gpu"}
+_COPY_BYTES = 1 << 30  # of each of the two buffers: far past any L2
+_MATMUL = 8192
+
+
+def device_facts(device: torch.device) -> dict[str, object]:
+    """Name and sizes of the GPU, or the kind of CPU."""
+    if device.type != "cuda":
+        return {"type": "cpu", "name": platform.machine()}
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "type": "cuda",
+        "name": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "sms": properties.multi_processor_count,
+        "l2_bytes": properties.L2_cache_size,
+        "memory_bytes": properties.total_memory,
+    }
+
+
+def versions(wheels: tuple[str, ...]) -> dict[str, str | None]:
+    """Versions of Python, PyTorch, CUDA, Triton, the driver, our wheels, and the commit where git knows it."""
+    found: dict[str, str | None] = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+    }
+    for name in ("triton", *wheels):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    driver = _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
+    found["driver"] = driver.splitlines()[0] if driver else None
+    found["commit"] = _commit()
+    return found
+
+
+def _commit() -> str | None:
+    root = Path(__file__).resolve().parents[1]
+    commit = _output(["git", "-C", str(root), "rev-parse", "--short=12", "HEAD"])
+    changed = _output(["git", "-C", str(root), "status", "--porcelain", "--", "shared", "packages", "benches/*.py"])
+    return f"{commit}+changes" if commit and changed else commit
+
+
+def _output(command: list[str]) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+class ClockLog:
+    """Reads clocks, power and temperature a few times a second while the `with` block runs; nothing on a CPU."""
+
+    def __init__(self, device: torch.device, period_s: float = 0.2) -> None:
+        self._command = _clock_command(device) if device.type == "cuda" else None
+        self._period_s = period_s
+        self._log: list[tuple[float, dict[str, float]]] = []
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> ClockLog:
+        if self._command:
+            self._read()
+            self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stop.set()
+        if self._command:
+            self._thread.join()
+            self._read()
+
+    def summary(self) -> dict[str, dict[str, float]] | None:
+        """The first and the last reading, and the median over the block ("during")."""
+        if not self._log:
+            return None
+        return {"before": self._log[0][1], "after": self._log[-1][1], "during": self.between(0.0, float("inf"))}
+
+    def between(self, start: float, end: float) -> dict[str, float] | None:
+        """Medians of the readings between two time.perf_counter() values, or the reading nearest to their middle."""
+        if not self._log:
+            return None
+        log = list(self._log)
+        chosen = [reading for when, reading in log if start <= when <= end]
+        chosen = chosen or [min(log, key=lambda entry: abs(entry[0] - (start + end) / 2))[1]]
+        names = [name for name in _QUERY if all(name in reading for reading in chosen)]
+        return {name: percentile([reading[name] for reading in chosen], 0.5) for name in names}
+
+    def _watch(self) -> None:
+        while not self._stop.wait(self._period_s):
+            self._read()
+
+    def _read(self) -> None:
+        line = _output(self._command)
+        if line:
+            self._log.append((time.perf_counter(), _parse_clocks(line)))
+
+
+def _clock_command(device: torch.device) -> list[str]:
+    command = ["nvidia-smi", f"--query-gpu={','.join(_QUERY.values())}", "--format=csv,noheader,nounits"]
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    return [*command, "-i", f"GPU-{uuid}"] if uuid else command
+
+
+def _parse_clocks(line: str) -> dict[str, float]:
+    reading = {}
+    for name, text in zip(_QUERY, line.splitlines()[0].split(","), strict=False):
+        try:
+            reading[name] = float(text)
+        except ValueError:  # "[N/A]" where the machine hides it
+            continue
+    return reading
+
+
+def copy_ceiling(device: torch.device) -> float:
+    """GB/s of a copy between two 1 GiB buffers, bytes read plus bytes written."""
+    source = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device).random_()
+    target = torch.empty_like(source)
+    return 2 * _COPY_BYTES / _median_ms(device, lambda: target.copy_(source)) / 1e6
+
+
+def matmul_ceiling(device: torch.device) -> float:
+    """TFLOP/s of a bf16 product of 8192^3 random values, a short burst."""
+    a, b = (torch.randn(_MATMUL, _MATMUL, dtype=torch.bfloat16, device=device) for _ in range(2))
+    return 2 * _MATMUL**3 / _median_ms(device, lambda: torch.mm(a, b)) / 1e9
+
+
+def _median_ms(device: torch.device, call) -> float:
+    timers = {"ceiling": EventTimer(call, lambda: None, inner=1)}
+    sampler = Sampler(device)
+    sampler.sample(timers, rounds=5, per_batch=5)
+    return percentile(sampler.sample(timers, rounds=20, per_batch=20)["ceiling"], 0.5)

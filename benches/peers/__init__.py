@@ -1,0 +1,1 @@
+"""Peers: other ways to do the same work, for the benches."""

@@ -1,0 +1,77 @@
+"""The plain text table of a bench's record."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_STATES = ("flushed", "warm", "host")
+_UNITS = {"gb_per_s": "GB/s", "tflop_per_s": "TFLOP/s"}
+
+
+def text(record: dict[str, Any]) -> str:
+    """One line for each case, candidate and state, then what was wrong, then what it was measured on."""
+    head = [
+        "case",
+        "candidate",
+        "L2",
+        "ms",
+        "p10",
+        "p90",
+        "rate",
+        "unit",
+        "of ceiling",
+        "of copy",
+        "x floor",
+        "timed by",
+    ]
+    lines = [head] + [
+        _line(case, entry, state)
+        for case in record["cases"]
+        for state in _STATES
+        for entry in case["candidates"]
+        if state in entry
+    ]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    rows = ["  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    return "\n".join([record["title"], "", *rows, "", *_notes(record), *_footer(record)])
+
+
+def _line(case: dict[str, Any], entry: dict[str, Any], state: str) -> list[str]:
+    figures = entry[state]
+    times = [f"{figures[name]:.4f}" for name in ("median_ms", "p10_ms", "p90_ms")]
+    shares = [_percent(figures.get(name)) for name in ("share_of_ceiling", "share_of_same_size_copy")]
+    floor = f"{figures['times_floor']:.2f}" if "times_floor" in figures else "-"
+    timed = {"host": "host clock"}.get(state, "graph" if figures["graph"] else "events")
+    name = ("* " if entry["ours"] else "  ") + entry["name"]
+    unit = _UNITS[case["rate_unit"]]
+    return [case["label"], name, state, *times, f"{figures['rate']:.1f}", unit, *shares, floor, timed]
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f} %"
+
+
+def _notes(record: dict[str, Any]) -> list[str]:
+    notes = []
+    for case in record["cases"]:
+        for entry in case["candidates"]:
+            where = f"{case['label']}, {entry['name']}"
+            if entry["status"] != "verified":
+                notes.append(f"{where}: {entry['status'].upper()}, not timed: {entry['note']}")
+            elif entry.get("tolerance"):
+                notes.append(f"{where}: not the same recipe ({entry['tolerance']}): {entry['note']}")
+            if "graph_problem" in entry:
+                notes.append(f"{where}: {entry['graph_problem']}")
+    return notes
+
+
+def _footer(record: dict[str, Any]) -> list[str]:
+    lines = ["* ours. rate: own bytes or operations; x floor: time over the case's least work at the ceiling."]
+    if record["toy"]:
+        return [*lines, "CPU, toy sizes, the definitions: no figures to quote."]
+    ceilings = ", ".join(f"{one['mean']:.0f} {_UNITS[unit]}" for unit, one in record["ceilings"].items())
+    lines.append(f"{record['device']['name']}; ceilings measured in this run: {ceilings}")
+    if record["clocks"]:
+        during = record["clocks"]["during"]
+        lines.append("during the run: " + ", ".join(f"{name} {value:g}" for name, value in during.items()))
+    return [*lines, ", ".join(f"{name} {version}" for name, version in record["versions"].items() if version)]

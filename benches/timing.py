@@ -1,0 +1,184 @@
+"""Times calls on a GPU with events whose queue never runs dry, or on a CPU with the host's clock."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+Call = Callable[[], object]
+
+GRAPH_BELOW_MS = 0.03  # shorter calls are timed inside a CUDA graph: launch gaps would count
+_MAX_LEAD_S = 0.1
+_CYCLES_PER_S = 2.0e9  # at or above a Hopper GPU's clock, so a sleep lasts at least as long as asked for
+
+
+def percentile(values: list[float], share: float) -> float:
+    """The `share` (0 to 1) quantile of `values`, linear between neighbours."""
+    ordered = sorted(values)
+    place = share * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def statistics_of(milliseconds: list[float]) -> dict[str, float | int]:
+    """Median, 10th and 90th percentile and the number of samples."""
+    quantiles = {"p10_ms": 0.1, "median_ms": 0.5, "p90_ms": 0.9}
+    figures: dict[str, float | int] = {name: percentile(milliseconds, share) for name, share in quantiles.items()}
+    return {**figures, "samples": len(milliseconds)}
+
+
+class L2Flush:
+    """Empties the L2 of anything useful by writing a buffer of at least twice its size; its lines stay there, dirty."""
+
+    def __init__(self, device: torch.device) -> None:
+        l2 = torch.cuda.get_device_properties(device).L2_cache_size
+        self.nbytes = max(2 * l2, 128 << 20)
+        self._buffer = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
+
+    def __call__(self) -> None:
+        self._buffer.zero_()
+
+
+class HostTimer:
+    """Times `call` with the host's clock, after an untimed `before`."""
+
+    graph = False
+
+    def __init__(self, call: Call, before: Call, inner: int) -> None:
+        self._call, self._before, self._inner = call, before, inner
+        self._times: list[float] = []
+
+    def enqueue(self) -> None:
+        for _ in range(self._inner):
+            self._before()
+            start = time.perf_counter()
+            self._call()
+            self._times.append(1e3 * (time.perf_counter() - start))
+
+    def read(self) -> list[float]:
+        """The times in ms since the last read."""
+        times, self._times = self._times, []
+        return times
+
+
+class EventTimer:
+    """Queues `before`, an event, `call`, an event; `read` after synchronising."""
+
+    graph = False
+
+    def __init__(self, call: Call, before: Call, inner: int) -> None:
+        self._call, self._before, self._inner = call, before, inner
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def enqueue(self) -> None:
+        for _ in range(self._inner):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            self._before()
+            start.record()
+            self._call()
+            end.record()
+            self._events.append((start, end))
+
+    def read(self) -> list[float]:
+        """The times in ms since the last read."""
+        events, self._events = self._events, []
+        return [start.elapsed_time(end) for start, end in events]
+
+
+class GraphTimer:
+    """As EventTimer, all of it captured once, events included: one launch replays `inner` timed calls.
+
+    `read` before the next `enqueue`: a replay records the same events again. The constructor raises what the capture
+    raises.
+    """
+
+    graph = True
+
+    def __init__(self, call: Call, before: Call, inner: int) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        # External events become nodes of the graph, which is what gives them a time at every replay.
+        self._events = [
+            tuple(torch.cuda.Event(enable_timing=True, external=True) for _ in range(2)) for _ in range(inner)
+        ]
+        torch.cuda.synchronize()
+        with torch.cuda.graph(self._graph):
+            for start, end in self._events:
+                before()
+                start.record()
+                call()
+                end.record()
+
+    def enqueue(self) -> None:
+        self._graph.replay()
+
+    def read(self) -> list[float]:
+        """The times in ms of the last replay."""
+        return [start.elapsed_time(end) for start, end in self._events]
+
+
+Timer = HostTimer | EventTimer | GraphTimer
+
+
+class Sampler:
+    """Runs timers round-robin, each round starting with another one, `per_batch` rounds between synchronisations.
+
+    On a GPU every batch begins with a sleep kernel long enough for the host to queue the whole batch behind it, so
+    that no event waits for the host. A batch during which the sleep ended too early is measured again with a longer
+    one; `starved` counts the batches whose times were kept although that never helped.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._lead_s = 0.005
+        self.starved = 0
+
+    def sample(self, timers: dict[str, Timer], rounds: int, per_batch: int = 1) -> dict[str, list[float]]:
+        """Times in ms by name, at least `rounds` enqueues of each timer. `per_batch` must be 1 with a GraphTimer."""
+        times: dict[str, list[float]] = {name: [] for name in timers}
+        names = list(timers)
+        for first in range(0, rounds, per_batch):
+            batch = [names[r % len(names) :] + names[: r % len(names)] for r in range(first, first + per_batch)]
+            queue = [timers[name] for order in batch for name in order]
+            for attempt in (1, 2, 3):
+                starved = self._run(queue)
+                measured = {name: timer.read() for name, timer in timers.items()}
+                if not starved or attempt == 3:
+                    break
+            self.starved += starved
+            for name, values in measured.items():
+                times[name] += values
+        return times
+
+    def _run(self, queue: list[Timer]) -> bool:
+        if not self._cuda:
+            for timer in queue:
+                timer.enqueue()
+            return False
+        awake = torch.cuda.Event()
+        torch.cuda._sleep(int(self._lead_s * _CYCLES_PER_S))
+        awake.record()
+        start = time.perf_counter()
+        for timer in queue:
+            timer.enqueue()
+        starved = awake.query()
+        host_s = time.perf_counter() - start
+        torch.cuda.synchronize()
+        needed = 1.5 * host_s + 0.0005
+        self._lead_s = min(_MAX_LEAD_S, max(needed, 2 * self._lead_s if starved else 0.0))
+        return starved
+
+
+def host_microseconds(call: Call, calls: int = 20) -> float:
+    """Median time that the host spends in `call`, in microseconds, with the GPU asleep so that nothing blocks."""
+    torch.cuda.synchronize()
+    torch.cuda._sleep(int(0.02 * _CYCLES_PER_S))
+    times = []
+    for _ in range(calls):
+        start = time.perf_counter()
+        call()
+        times.append(1e6 * (time.perf_counter() - start))
+    torch.cuda.synchronize()
+    return percentile(times, 0.5)

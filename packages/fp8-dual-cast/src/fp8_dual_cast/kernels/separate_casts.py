@@ -1,0 +1,48 @@
+"""The two casts on their own, one pass each (Triton): for operands of which only one copy is needed."""
+
+import triton
+import triton.language as tl
+from hopper_kernels.fp8_device import block_scale, quantize, reciprocal
+
+BLOCK = tl.constexpr(128)
+AMAX_FLOOR = tl.constexpr(1e-10)
+
+
+@triton.jit(do_not_specialize=["tokens", "blocks_c", "pitch_over_8"])
+def row_cast_kernel(x, q, sf, tokens, blocks_c, pitch_over_8, ROWS: tl.constexpr, UE8M0: tl.constexpr):
+    """A program casts ROWS tokens x 128 channels. It owns those bytes of q, their scales, and the padding behind sf."""
+    channels = blocks_c * BLOCK
+    pitch = pitch_over_8 * 8
+    block_c = tl.program_id(0) % blocks_c
+    row = (tl.program_id(0) // blocks_c).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    channel = block_c * BLOCK + tl.arange(0, BLOCK)
+    inside = (row < tokens)[:, None]
+    v = tl.load(x + row[:, None] * pitch + channel[None, :], mask=inside, other=0.0).to(tl.float32)
+    scale = block_scale(tl.max(tl.abs(v), axis=1), AMAX_FLOOR, UE8M0)
+    out = quantize(v, scale[:, None], reciprocal(scale)[:, None])
+    tl.store(q + row[:, None] * channels + channel[None, :], out, mask=inside)
+    pitch_sf = tl.cdiv(tokens, 4) * 4
+    scale = tl.where(row < tokens, scale, 0.0)
+    tl.store(sf + block_c.to(tl.int64) * pitch_sf + row, scale, mask=row < pitch_sf)
+
+
+@triton.jit(do_not_specialize=["tokens", "blocks_c", "pitch_over_8"])
+def column_cast_kernel(x, q_t, sf_t, tokens, blocks_c, pitch_over_8, COLUMNS: tl.constexpr, UE8M0: tl.constexpr):
+    """A program casts and transposes 128 tokens x COLUMNS channels; tokens past the end count as zeros.
+
+    The 16-bit input is transposed, never the 8-bit result: 8-bit register transposes are miscompiled by some releases
+    of Triton, and transposed FP8 stores by ptxas 12.9 (triton-lang/triton#11111).
+    """
+    channels = blocks_c * BLOCK
+    pitch = pitch_over_8 * 8
+    columns = blocks_c * (BLOCK // COLUMNS)
+    block_t = (tl.program_id(0) // columns).to(tl.int64)
+    token = block_t * BLOCK + tl.arange(0, BLOCK)
+    channel = (tl.program_id(0) % columns) * COLUMNS + tl.arange(0, COLUMNS)
+    v = tl.load(x + token[:, None] * pitch + channel[None, :], mask=(token < tokens)[:, None], other=0.0)
+    v = tl.trans(v).to(tl.float32)
+    scale = block_scale(tl.max(tl.abs(v), axis=1), AMAX_FLOOR, UE8M0)
+    out = quantize(v, scale[:, None], reciprocal(scale)[:, None])
+    pitch_t = tl.cdiv(tokens, BLOCK).to(tl.int64) * BLOCK
+    tl.store(q_t + channel.to(tl.int64)[:, None] * pitch_t + token[None, :], out)
+    tl.store(sf_t + block_t * channels + channel, scale)

@@ -1,0 +1,51 @@
+"""Which implementation an operator runs: the Hopper kernel, or the definition in PyTorch."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+
+from hopper_kernels import arch
+
+_reference: ContextVar[bool] = ContextVar("hopper_kernels_reference", default=False)
+
+
+@contextmanager
+def reference() -> Iterator[None]:
+    """Run the PyTorch definitions inside this block, on CUDA tensors of any architecture. Blocks may be nested.
+
+    An operator looks when it is called. That includes operators inside a compiled graph, which are opaque to the
+    compiler and look each time the graph runs, so put the block around the call of the compiled function, not inside
+    it. It does not include work already captured in a CUDA graph: a replay repeats what was captured.
+
+    The choice belongs to the current thread or asyncio task (a `contextvars` variable). Autograd's own threads do not
+    see it: a differentiable operator therefore stores the choice of its forward for its backward.
+    """
+    token = _reference.set(True)
+    try:
+        yield
+    finally:
+        _reference.reset(token)
+
+
+def reference_requested() -> bool:
+    """Whether the caller is inside `reference()`."""
+    return _reference.get()
+
+
+def use_kernel(what: str, tensor: torch.Tensor) -> bool:
+    """Whether the operator `what` runs its Hopper kernel on `tensor`; False means its definition.
+
+    False for a CPU tensor and inside `reference()`, True on SM90. Raises KernelUnavailable on any other CUDA device,
+    because a silent fallback would be mistaken for the kernel; ValueError for a tensor on neither CPU nor CUDA.
+    """
+    device = tensor.device
+    if device.type == "cpu":
+        return False
+    if device.type != "cuda":
+        raise ValueError(f"the tensors of {what} must be on a CPU or a CUDA device, got one on {device}")
+    if _reference.get():
+        return False
+    arch.require_sm90(what, device)
+    return True

@@ -1,0 +1,1 @@
+"""What the tests share: comparisons, poisoned and guarded memory, streams and graphs. See tests/conftest.py."""

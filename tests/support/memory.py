@@ -1,0 +1,94 @@
+"""Poisoned and guarded memory: an output that was not written, or was written past its end, must show."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+# As 16-bit words, since every dtype then sees the same kind of value: NaN; huge but finite in bf16 and fp32 (NaN in
+# fp8); a denormal in bf16, fp32 and (every other byte) fp8.
+PATTERNS = {"nan": -1, "huge": 0x7F7F, "denormal": 0x0001}
+
+_BAND = 4096  # bytes; a multiple of every alignment a kernel asks for
+_SMALL = 1 << 20  # the CUDA allocator serves requests up to this from a pool of their own
+
+
+def poison(pattern: str = "nan") -> int:
+    """Fill free memory with `pattern` ("nan", "huge" or "denormal"); the number of bytes filled on the GPU.
+
+    Takes every free block of the CUDA caching allocator and a ladder of new ones (2 of each power of two from 512 B
+    to 1 GiB), fills and frees them, so that the next torch.empty on the current device and stream returns poison.
+    Memory first used on another stream comes from another pool: call this inside that stream.
+    On a CPU: small blocks through the C allocator, which usually hands them out again; no promise.
+    """
+    word = PATTERNS[pattern]
+    _fill([1 << exponent for exponent in range(6, 21)] * 2, word, torch.device("cpu"))
+    if not torch.cuda.is_available():
+        return 0
+    device = torch.device("cuda", torch.cuda.current_device())
+    ladder = [1 << exponent for exponent in range(9, 31)] * 2
+    return _fill(sorted(_free_blocks(device), reverse=True) + sorted(ladder, reverse=True), word, device)
+
+
+def _fill(sizes: list[int], word: int, device: torch.device) -> int:
+    """Allocates all sizes (bytes) at once, largest first so that each free block goes to the request of its size."""
+    held = []
+    with contextlib.suppress(torch.OutOfMemoryError):
+        for size in sizes:
+            held.append(torch.empty(size // 2, dtype=torch.int16, device=device).fill_(word))
+    return sum(tensor.nbytes for tensor in held)
+
+
+def _free_blocks(device: torch.device) -> Iterator[int]:
+    stream = torch.cuda.current_stream(device).cuda_stream
+    for segment in torch.cuda.memory_snapshot():
+        private = tuple(segment.get("segment_pool_id", (0, 0))) != (0, 0)
+        if segment["device"] != device.index or segment["stream"] != stream or private:
+            continue
+        for block in segment["blocks"]:
+            if block["state"] == "inactive":
+                limit = _SMALL if segment["segment_type"] == "small" else block["size"]
+                yield from (min(limit, block["size"] - start) for start in range(0, block["size"], limit))
+
+
+class Guarded:
+    """A tensor between two sentinel bands of one buffer: `.tensor`, and `.check()` after the kernel ran."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str, offset: int) -> None:
+        itemsize = dtype.itemsize
+        self._start = _BAND + offset * itemsize
+        self._end = self._start + torch.Size(shape).numel() * itemsize
+        # No two neighbouring bytes alike, and no short period: a shifted copy of the band is noticed too.
+        count = torch.arange(self._end + _BAND, device=device)
+        self._sentinel = ((count * 37 + 11) % 251).to(torch.uint8)
+        self._buffer = self._sentinel.clone()
+        body = self._buffer[self._start : self._end].fill_(0xFF)
+        self.tensor: Tensor = body.view(dtype).view(shape)
+
+    def check(self) -> None:
+        """Raise AssertionError if a byte before or after the tensor has changed. Synchronises."""
+        changed = self._buffer != self._sentinel
+        changed[self._start : self._end] = False
+        where = changed.nonzero().flatten()
+        if len(where) == 0:
+            return
+        before, after = where[where < self._start], where[where >= self._end]
+        sides = []
+        if len(before):
+            sides.append(f"{len(before)} before it (the nearest {self._start - int(before[-1])} bytes in front)")
+        if len(after):
+            sides.append(f"{len(after)} after it (the nearest {int(after[0]) - self._end} bytes past the end)")
+        raise AssertionError(f"guard bands of {tuple(self.tensor.shape)}: bytes written " + " and ".join(sides))
+
+
+def guarded(
+    shape: tuple[int, ...] | list[int], dtype: torch.dtype, device: torch.device | str = "cpu", *, offset: int = 0
+) -> Guarded:
+    """A contiguous tensor of NaN bytes between sentinel bands, for in-place and preallocated buffers.
+
+    `offset` moves its first element that many elements from a 512-byte boundary, to test unaligned bases.
+    """
+    return Guarded(tuple(shape), dtype, device, offset)

@@ -1,0 +1,106 @@
+"""Every kernel compiled for sm_90a, against the committed table of what each variant needs.
+
+A change that costs registers, spills, grows shared memory or loses a matrix or TMA instruction must show in the table.
+The table is rewritten with `uv run hopper-kernels precompile --table tests/workspace/ahead_of_time.json`.
+"""
+
+import dataclasses
+import importlib.metadata
+from pathlib import Path
+
+import pytest
+from hopper_kernels import precompile, registry
+from hopper_kernels.precompile import Report
+
+TABLE = Path(__file__).with_name("ahead_of_time.json")
+REWRITE = f"uv run hopper-kernels precompile --table tests/workspace/{TABLE.name}"
+# What a kernel's speed rests on: losing one of these means that the compiler chose another way.
+MUST_STAY = ("HGMMA", "QGMMA", "UTMALDG", "UTMASTG", "LDSM", "STSM", "F2FP")
+INSTALLED = [name for name in registry.KERNELS if registry.installed_version(name)]
+
+
+def regressions(old: list[Report], new: list[Report]) -> list[str]:
+    """What is worse in `new` than in `old`, a block of lines for each variant."""
+    old, new = {r.variant: r for r in old}, {r.variant: r for r in new}
+    found = [f"{name}: in the table, but no longer compiled" for name in old.keys() - new.keys()]
+    for name, report in new.items():
+        before = old.get(name)
+        faults = [f"{report.stack_bytes} bytes of stack"] * (report.stack_bytes > 0)
+        faults += [f"no {opcode}, which it expects" for opcode, count in report.instructions.items() if not count]
+        if before is None:
+            faults.append("not in the table")
+        else:
+            faults += ["more registers"] * (report.registers > before.registers)
+            faults += ["more shared memory"] * (report.shared_bytes > before.shared_bytes)
+            lost = [op for op in MUST_STAY if before.instructions.get(op) and not report.instructions.get(op)]
+            faults += [f"no {op} any more" for op in lost]
+        if faults:
+            found.append(f"{name}: {', '.join(faults)}\n    old {_text(before)}\n    new {_text(report)}")
+    return sorted(found)
+
+
+def _text(report: Report | None) -> str:
+    if report is None:
+        return "-"
+    counts = ", ".join(f"{opcode} {count}" for opcode, count in report.instructions.items())
+    return (
+        f"{report.registers} registers, {report.stack_bytes} B stack, {report.shared_bytes} B shared, "
+        f"{report.warps} warps, {counts}"
+    )
+
+
+@pytest.fixture(scope="module")
+def table():
+    triton = pytest.importorskip("triton")
+    version, reports = precompile.read_table(TABLE)
+    found = importlib.metadata.version("triton")
+    if version != found:
+        pytest.skip(f"the table is that of triton {version}, found {found}")
+    if triton.knobs.runtime.interpret:
+        pytest.skip("kernels are interpreted in this process")
+    return reports
+
+
+@pytest.mark.parametrize("kernel", INSTALLED)
+def test_no_variant_is_worse_than_in_the_table(kernel, table):
+    old = [r for r in table if r.kernel == kernel]
+    listed = precompile.variants_of(kernel)
+    if not listed and not old:
+        pytest.skip(f"{kernel} has no launch.variants()")
+    names = [v.name for v in listed]
+    assert len(names) == len(set(names)), f"two variants of {kernel} share a name: {names}"
+    found = regressions(old, precompile.compile(kernel, variants=listed))
+    if found:
+        pytest.fail("\n".join([*found, f"If that is meant, rewrite the table: {REWRITE}"]), pytrace=False)
+
+
+def test_the_table_lists_installed_kernels_only(table):
+    assert {r.kernel for r in table} <= set(INSTALLED)
+
+
+GOOD = Report("k", "v", 168, 0, 164896, 8, {"QGMMA": 16, "F2FP": 4, "STS": 3, "QGMMA.64x128x32.F32.E4M3.E4M3": 16}, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"registers": 169}, "more registers"),
+        ({"stack_bytes": 8}, "8 bytes of stack"),
+        ({"shared_bytes": 164897}, "more shared memory"),
+        ({"instructions": {"QGMMA": 16}}, "no F2FP any more"),
+        ({"instructions": {**GOOD.instructions, "UTMALDG": 0}}, "no UTMALDG, which it expects"),
+        ({"variant": "w"}, "w: not in the table"),
+    ],
+    ids=lambda p: p if isinstance(p, str) else "",
+)
+def test_what_counts_as_worse(change, message):
+    found = "\n".join(regressions([GOOD], [dataclasses.replace(GOOD, **change)]))
+    assert message in found
+    assert f"new {change.get('registers', 168)} registers" in found
+    assert "old 168 registers, 0 B stack, 164896 B shared, 8 warps, QGMMA 16" in found or "variant" in change
+
+
+def test_what_does_not_count_as_worse():
+    better = dataclasses.replace(GOOD, registers=100, shared_bytes=0, warps=4, instructions={"QGMMA": 1, "F2FP": 9})
+    assert regressions([GOOD], [better]) == []
+    assert regressions([GOOD], []) == ["v: in the table, but no longer compiled"]
