@@ -29,6 +29,7 @@ def poison(pattern: str = "nan") -> int:
     if not torch.cuda.is_available():
         return 0
     device = torch.device("cuda", torch.cuda.current_device())
+    torch.cuda.empty_cache()  # or the ladder of each call would come on top of the last one's
     ladder = [1 << exponent for exponent in range(9, 31)] * 2
     return _fill(sorted(_free_blocks(device), reverse=True) + sorted(ladder, reverse=True), word, device)
 

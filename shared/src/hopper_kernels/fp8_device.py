@@ -28,7 +28,8 @@ def quantize(v, scale, inverse):
     """`fp8.quantize`: e4m3(RN(v / scale)) with inverse = `reciprocal(scale)`, without a division for each element.
 
     One Newton step makes v * inverse the correctly rounded quotient (Markstein). Zeros keep the first product: the
-    step would turn -0 into +0, and an Inf scale's 0 into NaN.
+    step would turn -0 into +0, and an Inf scale's 0 into NaN. |v / scale| must be finite in fp32, which it is where the
+    scale is that of v's block: at most 448.
     """
     first = v * inverse
     corrected = tl.fma(tl.fma(-first, scale, v), inverse, first)

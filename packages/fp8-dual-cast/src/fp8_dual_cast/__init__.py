@@ -19,7 +19,7 @@ SPEC = KernelSpec(
     module="fp8_dual_cast",
     distribution="fp8-dual-cast",
     description="row and transposed FP8 block cast in one pass, with optional inverse RoPE",
-    requires=("triton>=3.6",),
+    requires=("triton>=3.6,<3.10",),
     modules=("triton.experimental.gluon",),
     min_cuda=(12, 8),
 )

@@ -1,18 +1,21 @@
 """Host side of the kernels: what is launched for a given matrix, and the launch itself."""
 
 import itertools
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from hopper_kernels import fp8
-from hopper_kernels.precompile import Variant
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from hopper_kernels.precompile import Variant
+
 TILE = 128
+MAX_GRID_Y = 65535
 MAX_SIZE = 2**24  # tokens, channels or row pitch: row * pitch inside a tile is a 32-bit product
 
-# Two programs an SM (8 warps of 128 registers), each with the loads of its two tiles in flight at once.
-DUAL_OPTIONS = {"TILES": 2, "num_warps": 8, "maxnreg": 128}
+# Three programs an SM: while one computes, the loads and stores of the others are under way.
+DUAL_OPTIONS = {"num_warps": 8, "maxnreg": 80}
 ROW_OPTIONS = {"ROWS": 32, "num_warps": 4}
 COLUMN_OPTIONS = {"COLUMNS": 64, "num_warps": 8}
 
@@ -21,7 +24,7 @@ class Launch(NamedTuple):
     """A kernel with its grid and arguments."""
 
     kernel: Any
-    grid: tuple[int]
+    grid: tuple[int, ...]
     args: tuple
     options: dict[str, Any]
 
@@ -81,8 +84,10 @@ def column_results(x: Tensor) -> tuple[Tensor, Tensor]:
     return q_t, fp8.col_scales_like(tokens, channels, x.device)
 
 
-def variants() -> list[Variant]:
-    """Every compilation that a launch can ask for, for `hopper_kernels.precompile`."""
+def variants() -> "list[Variant]":
+    """The compilations that launches ask for, for `hopper_kernels.precompile`; not those of a misaligned table."""
+    from hopper_kernels.precompile import Variant
+
     x = torch.empty(TILE, 12 * TILE, dtype=torch.bfloat16, device="meta")
     rows, columns = row_results(x), column_results(x)
     # head_dim and rope_dim: rotated channels in half of a tile, anywhere, and where four pairs may straddle two heads.
@@ -136,7 +141,6 @@ def _dual(
 
     rope = cos_sin_cache is not None
     rope_dim = cos_sin_cache.shape[1] if rope else 0
-    blocks_t, blocks_c = q_t.shape[1] // TILE, x.shape[1] // TILE
     args = (
         x,
         q,
@@ -148,8 +152,6 @@ def _dual(
         -1.0 if inverse else 1.0,
         x.shape[0],
         _pitch(x) // 8,
-        blocks_t,
-        blocks_c,
         head_dim,
         rope_dim,
     )
@@ -158,7 +160,9 @@ def _dual(
     # Four neighbouring pairs then lie in one head and in 16 aligned bytes of the table.
     vector = rope and head_dim % 8 == 0 and rope_dim % 8 == 0
     options = {"ROPE": rope, "FIRST": first, "VECTOR": vector, "UE8M0": use_ue8m0, **DUAL_OPTIONS}
-    return Launch(dual_cast_kernel, (fp8.ceil_div(blocks_t * blocks_c, DUAL_OPTIONS["TILES"]),), args, options)
+    blocks_t, blocks_c = q_t.shape[1] // TILE, x.shape[1] // TILE
+    plane = min(blocks_t, MAX_GRID_Y)
+    return Launch(dual_cast_kernel, (blocks_c, plane, fp8.ceil_div(blocks_t, plane)), args, options)
 
 
 def _readable(x: Tensor) -> Tensor:

@@ -54,27 +54,31 @@ def fp8_dual_cast(
     scale; Inf makes its block's scale Inf. `hopper_kernels.fp8` defines the recipes `per_token` and
     `per_token_transposed` and names their consumers.
 
-    No workspace beyond the results (and the copy of an x that cannot be read in place). Bitwise repeatable; a row's
-    results do not depend on the rest of the batch, nor do the transposed results of a group of 128 rows.
+    No workspace beyond the results, unless x cannot be read in place or the table or the positions are not contiguous:
+    then a copy of them. Bitwise repeatable; a row's results do not depend on the rest of the batch, nor do the
+    transposed results of a group of 128 rows.
 
     Raises TypeError or ValueError that names the argument before anything is launched, and
     `hopper_kernels.KernelUnavailable` on a CUDA device that is not SM90. CPU tensors get the definition.
     """
     checks.tensor("x", x)
     checks.ndim("x", x, 2, 3)
-    if head_dim is None:
-        head_dim = x.shape[2] if x.ndim == 3 else 0
-    elif x.ndim == 3 and head_dim != x.shape[2]:
-        raise ValueError(f"head_dim must be {x.shape[2]}, the last axis of a 3-D x, got {head_dim}")
-    elif head_dim == 0:
-        raise ValueError("head_dim must be at least 2, got 0")
+    if head_dim is not None:
+        checks.integer("head_dim", head_dim)
+        if x.ndim == 3 and head_dim != x.shape[2]:
+            raise ValueError(f"head_dim must be {x.shape[2]}, the last axis of a 3-D x, got {head_dim}")
+        checks.in_range("head_dim", head_dim, lo=2)
+    elif x.ndim == 3:
+        head_dim = x.shape[2]
+    if cos_sin_cache is not None:
+        checks.tensor("cos_sin_cache", cos_sin_cache)
     if position_ids is not None:
         checks.tensor("position_ids", position_ids)
         if position_ids.ndim == 2 and position_ids.shape[0] == 1:
             position_ids = position_ids.squeeze(0)
     x = _matrix(x)
     q, sf, q_t, sf_t = torch.ops.fp8_dual_cast.dual_cast(
-        x, _flag("use_ue8m0", use_ue8m0), cos_sin_cache, position_ids, head_dim, _flag("inverse", inverse)
+        x, _flag("use_ue8m0", use_ue8m0), cos_sin_cache, position_ids, head_dim or 0, _flag("inverse", inverse)
     )
     return DualCast(q, fp8.row_scales_view(sf, x.shape[0]), q_t, fp8.col_scales_view(sf_t))
 
@@ -96,6 +100,8 @@ def per_token_cast_transposed(x: Tensor, *, use_ue8m0: bool = False) -> tuple[Te
 def unsupported_shape_reason(channels: int, head_dim: int | None = None, rope_dim: int | None = None) -> str | None:
     """Why `fp8_dual_cast` refuses matrices of this width (and rotation), or None if it takes them. For set-up time."""
     try:
+        if head_dim is not None:
+            checks.integer("head_dim", head_dim, lo=2)
         _check_sizes(channels, head_dim or 0, rope_dim)
     except ValueError as error:
         return str(error)
@@ -119,6 +125,7 @@ def _check_sizes(channels: int, head_dim: int, rope_dim: int | None) -> None:
 
 
 def _check_matrix(x: Tensor) -> None:
+    checks.ndim("x", x, 2)
     checks.dtype("x", x, torch.bfloat16)
     checks.in_range("the number of tokens of x", x.shape[0], hi=MAX_SIZE)
 
@@ -170,26 +177,35 @@ _library.define(
 
 def _dual_cast(x, use_ue8m0, cos_sin_cache, position_ids, head_dim, inverse):
     _check_operands(x, cos_sin_cache, position_ids, head_dim)
-    run = launch.dual_cast if use_kernel("fp8_dual_cast", x) else reference.dual_cast
-    return run(x, use_ue8m0, cos_sin_cache, position_ids, head_dim, inverse)
+    return _run("fp8_dual_cast", "dual_cast", x, use_ue8m0, cos_sin_cache, position_ids, head_dim, inverse)
 
 
 def _row_cast(x, use_ue8m0):
     _check_operands(x, None, None, 0)
-    run = launch.row_cast if use_kernel("per_token_cast", x) else reference.row_cast
-    return run(x, use_ue8m0)
+    return _run("per_token_cast", "row_cast", x, use_ue8m0)
 
 
 def _column_cast(x, use_ue8m0):
     _check_operands(x, None, None, 0)
-    run = launch.column_cast if use_kernel("per_token_cast_transposed", x) else reference.column_cast
-    return run(x, use_ue8m0)
+    return _run("per_token_cast_transposed", "column_cast", x, use_ue8m0)
+
+
+def _run(what: str, function: str, x: Tensor, *arguments):
+    """The kernel's or the definition's `function`. `what` names the caller's function in errors."""
+    if use_kernel(what, x):
+        return getattr(launch, function)(x, *arguments)
+    with torch.no_grad():  # below, autograd is not asked (see the fallthrough), so it would look into the definition
+        return getattr(reference, function)(x, *arguments)
 
 
 for _key in ("CPU", "CUDA"):
     _library.impl("dual_cast", _dual_cast, _key)
     _library.impl("row_cast", _row_cast, _key)
     _library.impl("column_cast", _column_cast, _key)
+
+# No derivative: results of an x that requires grad do not require it.
+for _name in ("dual_cast", "row_cast", "column_cast"):
+    _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")
 
 
 @torch.library.register_fake("fp8_dual_cast::dual_cast", lib=_library)

@@ -47,7 +47,7 @@ def rotate(x: Tensor, cos_sin_cache: Tensor, position_ids: Tensor, head_dim: int
     """
     rope_dim = cos_sin_cache.shape[1]
     tokens, channels = x.shape
-    cosine, sine = cos_sin_cache[position_ids.long()].unsqueeze(1).split(rope_dim // 2, dim=-1)
+    cosine, sine = cos_sin_cache.index_select(0, position_ids).unsqueeze(1).split(rope_dim // 2, dim=-1)
     if inverse:
         sine = -sine
     heads = x.reshape(tokens, channels // head_dim, head_dim)

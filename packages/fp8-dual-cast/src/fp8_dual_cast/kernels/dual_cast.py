@@ -12,6 +12,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+# Their names in Triton 3.9, and before.
+_async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+_reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
+
 TILE = gl.constexpr(128)
 PAIRS = gl.constexpr(64)  # bf16 pairs, one 32-bit word each, in a row of a tile
 E4M3_MAX = gl.constexpr(448.0)
@@ -92,14 +96,13 @@ def _cast_columns(pairs, divisor_low, divisor_high, reciprocal_low, reciprocal_h
 
 
 @gluon.jit
-def _fetch(x, t0, c0, tokens, pitch, slot, active, LAYOUT: gl.constexpr):
+def _fetch(x, t0, c0, tokens, pitch, tile, LAYOUT: gl.constexpr):
     """Start copying a tile of pairs into shared memory, as one commit group; rows past the end become zeros."""
     r = gl.arange(0, TILE, layout=gl.SliceLayout(1, LAYOUT))
     c = gl.arange(0, PAIRS, layout=gl.SliceLayout(0, LAYOUT))
-    if active:
-        base = x + (t0.to(gl.int64) * pitch + c0 // 2)
-        inside = (r < tokens - t0)[:, None] & (c < PAIRS)[None, :]
-        async_copy.async_copy_global_to_shared(slot, base + (r[:, None] * pitch + c[None, :]), mask=inside)
+    base = x + (t0.to(gl.int64) * pitch + c0 // 2)
+    inside = (r < tokens - t0)[:, None] & (c < PAIRS)[None, :]
+    _async_load(tile, base + (r[:, None] * pitch + c[None, :]), mask=inside)
     async_copy.commit_group()
 
 
@@ -114,14 +117,14 @@ def _rotate(
     tokens,
     head_dim,
     rope_dim,
-    PENDING: gl.constexpr,
     FIRST: gl.constexpr,
     VECTOR: gl.constexpr,
 ):
     """Wait for a staged tile and rotate its channels from FIRST on in place; meanwhile the table is read."""
     WARPS: gl.constexpr = gl.num_warps()
     WIDTH: gl.constexpr = PAIRS - FIRST // 2
-    ROWS: gl.constexpr = TILE * 32 // WIDTH  # needs 32 registers for the table
+    # As many rows at a time as leave room for their cosines and sines in 80 registers.
+    ROWS: gl.constexpr = TILE if FIRST > 0 else TILE // 4
     LAYOUT: gl.constexpr = gl.BlockedLayout(
         [ROWS * WIDTH // (WARPS * 128), 4], [128 // WIDTH, WIDTH // 4], [WARPS, 1], [1, 0]
     )
@@ -139,7 +142,7 @@ def _rotate(
         cosine = gl.load(address, mask=rotated, other=1.0)
         sine = gl.load(address + half_dim, mask=rotated, other=0.0)
         if row == 0:
-            async_copy.wait_group(PENDING)
+            async_copy.wait_group(0)
         part = tile.slice(row, ROWS, dim=0).slice(FIRST // 2, WIDTH, dim=1)
         v = part.load(LAYOUT)
         a = _low(v)
@@ -165,12 +168,7 @@ def _column_pairs(values, COLUMNS: gl.constexpr, PATCHES_T: gl.constexpr):
     return low[:, None], high[:, None]
 
 
-@gluon.jit
-def _coordinates(n, blocks_c):
-    return n // blocks_c * TILE, n % blocks_c * TILE
-
-
-@gluon.jit(do_not_specialize=["tokens", "pitch_over_8", "blocks_t", "blocks_c", "head_dim", "rope_dim"])
+@gluon.jit(do_not_specialize=["tokens", "pitch_over_8", "head_dim", "rope_dim"])
 def dual_cast_kernel(
     x,
     q,
@@ -182,21 +180,18 @@ def dual_cast_kernel(
     sine_sign,
     tokens,
     pitch_over_8,
-    blocks_t,
-    blocks_c,
     head_dim,
     rope_dim,
     ROPE: gl.constexpr,
     FIRST: gl.constexpr,
     VECTOR: gl.constexpr,
     UE8M0: gl.constexpr,
-    TILES: gl.constexpr,
 ):
-    """A program casts TILES tiles of 128 x 128, neighbours along the channels, whose loads all start at once.
+    """A program casts a tile of 128 x 128: channel block program_id(0), token block from the other two grid axes.
 
     x is read as 32-bit pairs of channels, q written as 16-bit ones. A thread holds a patch of 8 tokens x 4 pairs and
     uses it for both casts. It owns 8 bytes of each of 8 rows of q; its 8 bytes of each of 8 rows of q_t go through
-    shared memory, so that whole lines are written. A tile's slot, once read, holds the maxima and then those bytes.
+    shared memory, so that whole lines are written. The tile's memory, once read, holds the maxima and then those bytes.
     """
     WARPS: gl.constexpr = gl.num_warps()
     gl.static_assert(WARPS == 8)
@@ -222,72 +217,67 @@ def dual_cast_kernel(
     ROW: gl.constexpr = gl.SliceLayout(1, PATCHES)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
 
-    slots = gl.allocate_shared_memory(gl.int32, [TILES, TILE, PAIRS], gl.SwizzledSharedLayout(4, 1, 1, [1, 0]))
+    tile = gl.allocate_shared_memory(gl.int32, [TILE, PAIRS], gl.SwizzledSharedLayout(4, 1, 1, [1, 0]))
     divisors = gl.allocate_shared_memory(gl.float32, [2 * TILE], FLAT)
     reciprocals = gl.allocate_shared_memory(gl.float32, [2 * TILE], FLAT)
 
     x = x.to(gl.pointer_type(gl.int32), bitcast=True)
     q = q.to(gl.pointer_type(gl.uint16), bitcast=True)
     q_t = q_t.to(gl.pointer_type(gl.uint8), bitcast=True)
-    pitch = pitch_over_8 * 4
-    first = gl.program_id(0) * TILES
-    count = gl.minimum(blocks_t * blocks_c - first, TILES)
-    for i in gl.static_range(TILES):
-        t0, c0 = _coordinates(first + i, blocks_c)
-        _fetch(x, t0, c0, tokens, pitch, slots.index(i), i < count, PATCHES)
+    block_c = gl.program_id(0)
+    block_t = gl.program_id(1) + gl.program_id(2) * gl.num_programs(1)
+    t0 = block_t * TILE
+    if t0 >= tokens:  # the last plane of the grid may be ragged
+        return
+    c0 = block_c * TILE
+    _fetch(x, t0, c0, tokens, pitch_over_8 * 4, tile, PATCHES)
 
-    channels = blocks_c * TILE
-    pitch_t = blocks_t * TILE
-    pitch_sf = (tokens + 3) // 4 * 4
+    if ROPE:
+        if c0 % head_dim + (TILE - 1) >= head_dim - rope_dim:
+            _rotate(tile, cache, positions, sine_sign, t0, c0, tokens, head_dim, rope_dim, FIRST, VECTOR)
+        else:
+            async_copy.wait_group(0)
+    else:
+        async_copy.wait_group(0)
+    v = tile.load(PATCHES)
+
+    magnitude = v & 0x7FFF7FFF
+    row_maxima = gl.reduce(gl.reshape(magnitude, [TILE, 16, 4]), 2, _max_pairs)
+    row_maxima = gl.maximum(_low(row_maxima), _high(row_maxima))
+    col_maxima = gl.reduce(gl.reshape(magnitude, [16, 8, PAIRS]), 1, _max_pairs)
+    col_maxima = gl.reshape(gl.join(_low(col_maxima), _high(col_maxima)), [16, TILE])
+    # 16 maxima of each row (columns 0 to 127) and of each column (128 to 255).
+    maxima = _reinterpret(tile, gl.float32, [2, 16, 2 * TILE], gl.SwizzledSharedLayout(4, 1, 8, [1, 0])).index(0)
+    maxima.slice(0, TILE, dim=1).store(gl.permute(row_maxima, [1, 0]))
+    maxima.slice(TILE, TILE, dim=1).store(col_maxima)
+    scale = _scale(gl.max(maxima.load(MAXIMA), axis=0), UE8M0)
+    divisors.store(gl.minimum(scale, FLOAT_MAX))
+    reciprocals.store(_reciprocal(scale))
+
+    channels = gl.num_programs(0) * TILE
+    pitch_t = gl.cdiv(tokens, TILE) * TILE
+    pitch_sf = gl.cdiv(tokens, 4) * 4
+    k = gl.arange(0, 2 * TILE, layout=gl.SliceLayout(0, MAXIMA))
+    row_scale = gl.where(t0 + k < tokens, scale, 0.0)
+    gl.store(sf + (block_c.to(gl.int64) * pitch_sf + t0) + k, row_scale, mask=(k < TILE) & (t0 + k < pitch_sf))
+    gl.store(sf_t + (block_t.to(gl.int64) * channels + c0) + (k - TILE), scale, mask=k >= TILE)
+
+    divisor = divisors.slice(0, TILE).load(ROW)
+    reciprocal = reciprocals.slice(0, TILE).load(ROW)
     r = gl.arange(0, TILE, layout=ROW)
     c = gl.arange(0, PAIRS, layout=gl.SliceLayout(0, PATCHES))
+    out = _cast_rows(v, divisor[:, None], reciprocal[:, None], UE8M0)
+    base = q + (t0.to(gl.int64) * (channels // 2) + c0 // 2)
+    gl.store(base + (r[:, None] * (channels // 2) + c[None, :]), out, mask=(t0 + r < tokens)[:, None])
+
+    v_t = gl.convert_layout(gl.permute(v, [1, 0]), PATCHES_T, assert_trivial=True)
+    divisor_low, divisor_high = _column_pairs(divisors.slice(TILE, TILE), COLUMNS, PATCHES_T)
+    reciprocal_low, reciprocal_high = _column_pairs(reciprocals.slice(TILE, TILE), COLUMNS, PATCHES_T)
+    low, high = _cast_columns(v_t, divisor_low, divisor_high, reciprocal_low, reciprocal_high, UE8M0)
+    out_t = gl.reshape(gl.permute(gl.join(low, high), [0, 2, 1]), [TILE, TILE])
+    staged = _reinterpret(tile, gl.uint8, [2, TILE, TILE], gl.SwizzledSharedLayout(8, 8, 16, [1, 0])).index(0)
+    staged.store(out_t)
     r_t = gl.arange(0, TILE, layout=gl.SliceLayout(1, LINES_T))
     c_t = gl.arange(0, TILE, layout=gl.SliceLayout(0, LINES_T))
-    k = gl.arange(0, 2 * TILE, layout=gl.SliceLayout(0, MAXIMA))
-
-    for step in range(count):
-        slot = slots.index(step)
-        t0, c0 = _coordinates(first + step, blocks_c)
-        block_t = t0 // TILE
-        block_c = c0 // TILE
-        if ROPE:
-            if c0 % head_dim + (TILE - 1) >= head_dim - rope_dim:
-                _rotate(slot, cache, positions, sine_sign, t0, c0, tokens, head_dim, rope_dim, TILES - 1, FIRST, VECTOR)
-            else:
-                async_copy.wait_group(TILES - 1)
-        else:
-            async_copy.wait_group(TILES - 1)
-        async_copy.commit_group()  # empty: the next tile's group is then again the one with TILES - 1 behind it
-        v = slot.load(PATCHES)
-
-        magnitude = v & 0x7FFF7FFF
-        row_maxima = gl.reduce(gl.reshape(magnitude, [TILE, 16, 4]), 2, _max_pairs)
-        row_maxima = gl.maximum(_low(row_maxima), _high(row_maxima))
-        col_maxima = gl.reduce(gl.reshape(magnitude, [16, 8, PAIRS]), 1, _max_pairs)
-        col_maxima = gl.reshape(gl.join(_low(col_maxima), _high(col_maxima)), [16, TILE])
-        # 16 maxima of each row (columns 0 to 127) and of each column (128 to 255).
-        maxima = slot._reinterpret(gl.float32, [16, 2 * TILE], gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
-        maxima.slice(0, TILE, dim=1).store(gl.permute(row_maxima, [1, 0]))
-        maxima.slice(TILE, TILE, dim=1).store(col_maxima)
-        scale = _scale(gl.max(maxima.load(MAXIMA), axis=0), UE8M0)
-        divisors.store(gl.minimum(scale, FLOAT_MAX))
-        reciprocals.store(_reciprocal(scale))
-        row_scale = gl.where(t0 + k < tokens, scale, 0.0)
-        gl.store(sf + (block_c.to(gl.int64) * pitch_sf + t0) + k, row_scale, mask=(k < TILE) & (t0 + k < pitch_sf))
-        gl.store(sf_t + (block_t.to(gl.int64) * channels + c0) + (k - TILE), scale, mask=k >= TILE)
-
-        divisor = divisors.slice(0, TILE).load(ROW)
-        reciprocal = reciprocals.slice(0, TILE).load(ROW)
-        out = _cast_rows(v, divisor[:, None], reciprocal[:, None], UE8M0)
-        base = q + (t0.to(gl.int64) * (channels // 2) + c0 // 2)
-        gl.store(base + (r[:, None] * (channels // 2) + c[None, :]), out, mask=(t0 + r < tokens)[:, None])
-
-        v_t = gl.convert_layout(gl.permute(v, [1, 0]), PATCHES_T, assert_trivial=True)
-        divisor_low, divisor_high = _column_pairs(divisors.slice(TILE, TILE), COLUMNS, PATCHES_T)
-        reciprocal_low, reciprocal_high = _column_pairs(reciprocals.slice(TILE, TILE), COLUMNS, PATCHES_T)
-        low, high = _cast_columns(v_t, divisor_low, divisor_high, reciprocal_low, reciprocal_high, UE8M0)
-        out_t = gl.reshape(gl.permute(gl.join(low, high), [0, 2, 1]), [TILE, TILE])
-        staged = slot._reinterpret(gl.uint8, [TILE, TILE], gl.SwizzledSharedLayout(8, 8, 16, [1, 0]))
-        staged.store(out_t)
-        base_t = q_t + (c0.to(gl.int64) * pitch_t + t0)
-        gl.store(base_t + (r_t[:, None] * pitch_t + c_t[None, :]), staged.load(LINES_T))
+    base_t = q_t + (c0.to(gl.int64) * pitch_t + t0)
+    gl.store(base_t + (r_t[:, None] * pitch_t + c_t[None, :]), staged.load(LINES_T))

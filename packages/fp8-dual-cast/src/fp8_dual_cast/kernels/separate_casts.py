@@ -30,8 +30,8 @@ def row_cast_kernel(x, q, sf, tokens, blocks_c, pitch_over_8, ROWS: tl.constexpr
 def column_cast_kernel(x, q_t, sf_t, tokens, blocks_c, pitch_over_8, COLUMNS: tl.constexpr, UE8M0: tl.constexpr):
     """A program casts and transposes 128 tokens x COLUMNS channels; tokens past the end count as zeros.
 
-    The 16-bit input is transposed, never the 8-bit result: 8-bit register transposes are miscompiled by some releases
-    of Triton, and transposed FP8 stores by ptxas 12.9 (triton-lang/triton#11111).
+    The bytes are transposed as 8-bit values, which ptxas 12.9 gets wrong where a kernel stores them plainly too
+    (triton-lang/triton#11111); this one does not.
     """
     channels = blocks_c * BLOCK
     pitch = pitch_over_8 * 8

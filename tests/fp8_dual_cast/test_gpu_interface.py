@@ -1,0 +1,59 @@
+"""What a user sees on an H200: the command line and the registry, in processes of their own."""
+
+import hopper_kernels
+import pytest
+import torch
+from fp8_dual_cast import launch
+from hopper_kernels import registry
+
+from tests.fp8_dual_cast import on_gpu
+
+pytestmark = pytest.mark.gpu
+
+COMMAND = "import sys; from hopper_kernels.cli import main; sys.exit(main(sys.argv[1:]))"
+AVAILABILITY = """
+import hopper_kernels, torch
+print(hopper_kernels.is_available("fp8_dual_cast"))
+print(hopper_kernels.unavailable_reason("fp8_dual_cast"))
+from fp8_dual_cast import fp8_dual_cast
+print(fp8_dual_cast(torch.ones(3, 128).bfloat16()).q.float().unique().tolist())
+"""
+
+
+@pytest.mark.timeout(120)
+def test_check():
+    output = on_gpu.output_of(on_gpu.start_python(COMMAND, "check", "fp8_dual_cast"))
+    rows = [line for line in output.splitlines() if line.startswith("fp8_dual_cast ")]
+    assert rows
+    assert all("SM90 kernel" in row and row.endswith(" ok") for row in rows), output
+
+
+def test_status():
+    output = on_gpu.output_of(on_gpu.start_python(COMMAND, "status"))
+    assert [line.split()[-1] for line in output.splitlines() if line.startswith("fp8_dual_cast ")] == ["available"]
+
+
+@pytest.mark.timeout(120)
+def test_precompile_fills_the_cache(tmp_path):
+    """On this machine it compiles with the device's own driver; the variants then are on disk."""
+    process = on_gpu.start_python(COMMAND, "precompile", "fp8_dual_cast", TRITON_CACHE_DIR=str(tmp_path))
+    rows = [line for line in on_gpu.output_of(process).splitlines() if line.startswith("fp8_dual_cast ")]
+    assert len(rows) == len(launch.variants())
+    assert len(list(tmp_path.rglob("*.cubin"))) == len(rows)
+
+
+def test_available():
+    assert hopper_kernels.is_available("fp8_dual_cast") is True
+    assert hopper_kernels.unavailable_reason("fp8_dual_cast") is None
+    assert registry.is_available("fp8_dual_cast", torch.cuda.current_device())
+    assert hopper_kernels.load("fp8_dual_cast").__name__ == "fp8_dual_cast"
+    assert not hopper_kernels.is_available("fp8_dual_cast", "cpu")
+
+
+def test_no_visible_device():
+    """The package imports and computes on the CPU, and the registry says what is missing."""
+    process = on_gpu.start_python(AVAILABILITY, CUDA_VISIBLE_DEVICES="")
+    available, reason, values = on_gpu.output_of(process).splitlines()
+    assert available == "False"
+    assert "none is visible" in reason
+    assert values == "[448.0]"

@@ -1,0 +1,129 @@
+"""Which implementation the operators choose, on machines that are pretended: fake CUDA tensors need no GPU."""
+
+import pytest
+import torch
+from fp8_dual_cast import launch, ops
+from hopper_kernels import KernelUnavailable, arch
+from hopper_kernels import reference as use_definition
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tests.fp8_dual_cast import inputs
+from tests.support.compare import assert_same_bytes
+
+CALLS = {
+    "fp8_dual_cast": ("dual_cast", lambda x: ops._dual_cast(x, True, None, None, 64, False)),
+    "per_token_cast": ("row_cast", lambda x: ops._row_cast(x, True)),
+    "per_token_cast_transposed": ("column_cast", lambda x: ops._column_cast(x, True)),
+}
+each_call = pytest.mark.parametrize(("name", "launcher", "call"), [(k, *v) for k, v in CALLS.items()], ids=CALLS)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The launches asked for, as (name, arguments); none happens."""
+    seen = []
+    for name in ("dual_cast", "row_cast", "column_cast"):
+        monkeypatch.setattr(launch, name, lambda *args, name=name: seen.append((name, args)))
+    return seen
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """machine("SM80 (NVIDIA A100)"): the card that CUDA tensors are on."""
+
+    def show(card):
+        monkeypatch.setattr(arch, "is_sm90", lambda device=None: card.startswith("SM90"))
+        monkeypatch.setattr(arch, "describe", lambda device=None: card)
+
+    return show
+
+
+def cuda_matrix(dtype=torch.bfloat16):
+    return torch.empty(5, 256, dtype=dtype, device="cuda")
+
+
+@each_call
+def test_sm90_launches(name, launcher, call, machine, launched):
+    machine("SM90 (NVIDIA H200)")
+    with FakeTensorMode():
+        x = cuda_matrix()
+        call(x)
+    ((found, arguments),) = launched
+    assert found == launcher
+    assert arguments[0] is x
+    assert arguments[1:] == ((True, None, None, 64, False) if launcher == "dual_cast" else (True,))
+
+
+@each_call
+def test_another_card_raises(name, launcher, call, machine, launched):
+    """Never a silent fallback; wrong arguments are reported first."""
+    machine("SM80 (NVIDIA A100)")
+    with FakeTensorMode():
+        with pytest.raises(KernelUnavailable, match=rf"^{name} requires SM90, found SM80 \(NVIDIA A100\)"):
+            call(cuda_matrix())
+        with pytest.raises(ValueError, match=r"^x must have dtype bfloat16"):
+            call(cuda_matrix(torch.float32))
+    assert not launched
+
+
+@each_call
+@pytest.mark.parametrize("card", ["SM90 (NVIDIA H200)", "SM80 (NVIDIA A100)"])
+def test_the_reference_context_runs_the_definition(name, launcher, call, card, machine, launched):
+    machine(card)
+    with FakeTensorMode(), use_definition():
+        results = call(cuda_matrix())
+    assert not launched
+    assert len(results) == (4 if launcher == "dual_cast" else 2)
+    assert all(t.device.type == "cuda" for t in results)
+
+
+@each_call
+def test_a_cpu_tensor_runs_the_definition(name, launcher, call, machine, launched):
+    machine("SM90 (NVIDIA H200)")
+    results = call(torch.ones(5, 256, dtype=torch.bfloat16))
+    assert not launched
+    assert all(t.device.type == "cpu" for t in results)
+
+
+@each_call
+def test_the_operator_is_registered_for_cuda(name, launcher, call):
+    for key in ("CPU", "CUDA", "Meta"):
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"fp8_dual_cast::{launcher}", key)
+    operator = getattr(torch.ops.fp8_dual_cast, launcher).default
+    assert torch.Tag.pt2_compliant_tag in operator.tags
+    assert not operator._schema.is_mutable
+    assert all(returned.alias_info is None for returned in operator._schema.returns)
+
+
+def test_what_is_read_in_place():
+    """16-byte copies need contiguous channels, an aligned base and an aligned pitch of at most 2**24 elements."""
+    x = inputs.matrix(3, 256)
+    views = {name: restride(x) for name, restride in inputs.STRIDES.items()}
+    views |= {f"one row, stride {stride}": inputs.singleton(x, stride) for stride in (0, 977, 2**40)}
+    for pitch in (2**24, 2**24 + 8):
+        views[f"pitch {pitch}"] = x.new_zeros(pitch + 256).as_strided((2, 256), (pitch, 1))
+    read_in_place = set()
+    for name, view in views.items():
+        readable = launch._readable(view)
+        assert_same_bytes(readable, view, name, strides=False)
+        assert readable.data_ptr() % 16 == 0
+        assert readable.stride(1) == 1
+        assert launch._pitch(readable) % 8 == 0
+        if readable is view:
+            read_in_place.add(name)
+    assert read_in_place == {
+        "contiguous",
+        "aligned column slice",
+        "every second row",
+        "one row, stride 0",
+        "one row, stride 977",
+        f"one row, stride {2**40}",
+        f"pitch {2**24}",
+    }
+
+
+def test_the_schema_is_the_published_one():
+    assert str(torch.ops.fp8_dual_cast.dual_cast.default._schema) == (
+        "fp8_dual_cast::dual_cast(Tensor x, bool use_ue8m0, Tensor? cos_sin_cache, Tensor? position_ids,"
+        " int head_dim, bool inverse) -> (Tensor q, Tensor sf_storage, Tensor q_t, Tensor sf_t_storage)"
+    )
