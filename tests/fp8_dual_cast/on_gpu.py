@@ -54,13 +54,6 @@ def definition(x: Tensor, **options) -> DualCast:
         return fp8_dual_cast(x, **options)
 
 
-def poison(pattern: str) -> None:
-    """memory.poison from an empty cache: it adds 4 GiB to what the cache holds, with every call."""
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    memory.poison(pattern)
-
-
 def to_cpu(options: dict) -> dict:
     return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in options.items()}
 
@@ -95,7 +88,7 @@ def check_casts(x: Tensor, *, pattern: str | None = None, **options) -> DualCast
     expected = definition(x, **options)
     before = x.clone()
     if pattern is not None:
-        poison(pattern)
+        memory.poison(pattern)
     actual = fp8_dual_cast(x, **options)
     single = None
     if "cos_sin_cache" not in options:
@@ -128,7 +121,7 @@ def assert_copies_are_equal(tokens: int, channels: int, **options) -> None:
     plain = x.to(torch.float8_e4m3fn)
     padded = torch.zeros(channels, -(-tokens // 128) * 128, dtype=torch.uint8, device=DEVICE)
     padded[:, :tokens] = plain.view(torch.uint8).t()
-    poison("huge")
+    memory.poison("huge")
     q, sf, q_t, sf_t = fp8_dual_cast(x, **options)
     results = [("q", q, plain), ("q_t", q_t, padded.view(torch.float8_e4m3fn))]
     if "cos_sin_cache" not in options:

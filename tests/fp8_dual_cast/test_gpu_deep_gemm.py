@@ -12,6 +12,7 @@ from hopper_kernels import fp8
 from torch.autograd import DeviceType
 
 from tests.fp8_dual_cast import on_gpu
+from tests.support import memory
 from tests.support.compare import assert_close_to_float64, error64
 
 # DeepGEMM compiles each shape of its kernels with nvcc at the first call.
@@ -70,7 +71,7 @@ def data_gradient(deep_gemm, make, channels=CHANNELS):
     w = make(OTHER, channels)
     w_codes, w_scales = fp8.per_block(w, floor_on="scale")
     x = make(TOKENS, channels)
-    on_gpu.poison("nan")
+    memory.poison("nan")
     q, sf, _, _ = fp8_dual_cast(x)
     d = torch.full((TOKENS, OTHER), float("nan"), dtype=torch.bfloat16, device=on_gpu.DEVICE)
 
@@ -83,7 +84,7 @@ def data_gradient(deep_gemm, make, channels=CHANNELS):
 def weight_gradient(deep_gemm, make, tokens=TOKENS):
     """A call of the GEMM of a weight gradient, dW += x^T input, and its result and operands in float64."""
     x, other = make(tokens, CHANNELS), make(tokens, OTHER)
-    on_gpu.poison("nan")
+    memory.poison("nan")
     _, _, q_t, sf_t = fp8_dual_cast(x)
     other_t, other_sf = per_token_cast_transposed(other)
     d = torch.zeros(CHANNELS, OTHER, device=on_gpu.DEVICE)

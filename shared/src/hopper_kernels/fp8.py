@@ -217,7 +217,8 @@ def row_scales_view(storage: Tensor, tokens: int) -> Tensor:
 
     The strides hold for a single column too: DeepGEMM compares them literally and transposes otherwise.
     """
-    return storage[:, :tokens].t()
+    # Not `storage[:, :tokens].t()`: compiled for any token count, a slice asks whether it is the whole.
+    return storage.as_strided((tokens, storage.shape[0]), (1, storage.stride(0)))
 
 
 def col_scales_like(tokens: int, channels: int, device: torch.device | str) -> Tensor:
