@@ -88,11 +88,12 @@ def _case(tokens: int, channels: int, rope: bool, device: torch.device, *, compi
     candidates = [
         Candidate("fp8_dual_cast", prepare_fused, ours=True),
         Candidate("two Triton casts", prepare_separate, work=separate_bytes(tokens, channels, rope)),
+        Candidate("per_token_cast, then transposed", prepare_single, work=separate_bytes(tokens, channels, rope)),
         copy_candidate(nbytes),
     ]
     if compiled:
         peer = Candidate("torch.compile definition", prepare_compiled, verify=close_to_definition, tolerance=TOLERANCE)
-        candidates.insert(2, peer)
+        candidates.insert(3, peer)
     return Case(
         label=f"{tokens} x {channels}" + (", inverse RoPE" if rope else ""),
         make=lambda: make_inputs(tokens, channels, rope, device),
@@ -109,15 +110,34 @@ def prepare_fused(inputs: Inputs) -> Callable[[], Any]:
 
 
 def prepare_separate(inputs: Inputs) -> Callable[[], Any]:
-    """What one call replaces: a rotation in place, if any, and two casts. Timing rotates the same copy of x further."""
+    """What one call replaces: a rotation in place, if any, and two Triton casts."""
+    if inputs.x.is_cuda:
+        from benches.peers.column_cast import column_cast
+    else:
+        column_cast = reference.column_cast
+
+    def transposed(x: Tensor) -> tuple[Tensor, Tensor]:
+        q_t, sf_t = column_cast(x)
+        return q_t, sf_t.t()
+
+    return _two_casts(inputs, transposed)
+
+
+def prepare_single(inputs: Inputs) -> Callable[[], Any]:
+    """The same with both of this package's single casts; the transposed one is half of the fused kernel."""
+    return _two_casts(inputs, per_token_cast_transposed)
+
+
+def _two_casts(inputs: Inputs, transposed: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Callable[[], Any]:
+    """The row cast and `transposed`, after a rotation in place, if any. Timing rotates the same copy of x further."""
     if inputs.table is None:
-        return lambda: (*per_token_cast(inputs.x), *per_token_cast_transposed(inputs.x))
+        return lambda: (*per_token_cast(inputs.x), *transposed(inputs.x))
     x = inputs.x.clone()
     rotate_ = _rotation(x.device)
 
     def call() -> Any:
         rotate_(x, inputs.table, inputs.positions, HEAD_DIM)
-        return (*per_token_cast(x), *per_token_cast_transposed(x))
+        return (*per_token_cast(x), *transposed(x))
 
     return call
 

@@ -13,6 +13,7 @@ from fp8_dual_cast import launch, reference
 from hopper_kernels import fp8
 from torch import Tensor
 
+from benches.peers import column_cast
 from tests.fp8_dual_cast import inputs
 from tests.fp8_dual_cast.edge_cases import EDGE_CASES, edge_case
 from tests.support.compare import assert_same_bytes
@@ -24,16 +25,20 @@ SCALE_EDGES = {"below the floor", "largest", "maxima at 448", "one nan", "plus i
 SIZES = [(1, 128), (3, 384), (5, 128), (33, 256), (128, 128), (257, 128)]
 
 
+def row_cast_into(x: Tensor, q: Tensor, sf: Tensor, use_ue8m0: bool) -> None:
+    launch._row(x, q, sf, use_ue8m0).run()
+
+
 def check_casts(x: Tensor, modes: tuple[bool, ...] = (False, True)) -> None:
-    """Both kernels on x, in these modes: bytes of the definition, padding written, nothing past the ends."""
+    """The row kernel and the benches' transposed peer: the definition's bytes, padding too, nothing past the ends."""
     before = x.clone()
     for use_ue8m0 in modes:
-        for make, prepare, define in (
-            (launch.row_results, launch._row, reference.row_cast),
-            (launch.column_results, launch._column, reference.column_cast),
+        for make, cast_into, define in (
+            (launch.row_results, row_cast_into, reference.row_cast),
+            (launch.column_results, column_cast.cast_into, reference.column_cast),
         ):
             outputs = [guarded(tuple(t.shape), t.dtype) for t in make(x)]
-            prepare(launch._readable(x), *(output.tensor for output in outputs), use_ue8m0).run()
+            cast_into(launch._readable(x), *(output.tensor for output in outputs), use_ue8m0)
             for index, (output, expected) in enumerate(zip(outputs, define(before, use_ue8m0), strict=True)):
                 assert_same_bytes(output.tensor, expected, f"{define.__name__} {index}, ue8m0={use_ue8m0}")
                 output.check()

@@ -90,9 +90,9 @@ def test_compiled_for_any_token_count():
 def test_new_token_counts_compile_nothing():
     """BR-14: 200 token counts, pitches and fresh tensors add no entry to the caches of the three kernels."""
     from fp8_dual_cast.kernels.dual_cast import dual_cast_kernel
-    from fp8_dual_cast.kernels.separate_casts import column_cast_kernel, row_cast_kernel
+    from fp8_dual_cast.kernels.row_cast import row_cast_kernel
 
-    kernels = (dual_cast_kernel, row_cast_kernel, column_cast_kernel)
+    kernels = (dual_cast_kernel, row_cast_kernel)
 
     def call(tokens, channels):
         x = on_gpu.matrix(tokens, channels + 128 * (tokens % 3))[:, :channels]

@@ -17,7 +17,6 @@ MAX_SIZE = 2**24  # tokens, channels or row pitch: row * pitch inside a tile is 
 # Three programs an SM: while one computes, the loads and stores of the others are under way.
 DUAL_OPTIONS = {"num_warps": 8, "maxnreg": 80}
 ROW_OPTIONS = {"ROWS": 32, "num_warps": 4}
-COLUMN_OPTIONS = {"COLUMNS": 64, "num_warps": 8}
 
 
 class Launch(NamedTuple):
@@ -63,7 +62,7 @@ def row_cast(x: Tensor, use_ue8m0: bool) -> tuple[Tensor, Tensor]:
 
 
 def column_cast(x: Tensor, use_ue8m0: bool) -> tuple[Tensor, Tensor]:
-    """Allocate q_t and the storage of sf_t and launch the column kernel on the current stream of x's device."""
+    """Allocate q_t and the storage of sf_t and launch the fused kernel for its transposed half."""
     results = column_results(x)
     if x.shape[0]:
         with torch.cuda.device_of(x):
@@ -97,7 +96,7 @@ def variants() -> "list[Variant]":
         flag = f"ue8m0={int(ue8m0)}"
         found += [
             Variant(f"row_cast[{flag}]", _row(x, *rows, ue8m0).compile, ("F2FP",)),
-            Variant(f"column_cast[{flag}]", _column(x, *columns, ue8m0).compile, ("F2FP",)),
+            Variant(f"column_cast[{flag}]", _column(x, *columns, ue8m0).compile, ("F2FP", "LDGSTS")),
             Variant(f"dual_cast[{flag}]", _dual(x, *rows, *columns, ue8m0).compile, ("F2FP", "LDGSTS")),
         ]
         for (name, (head_dim, rope_dim)), dtype in itertools.product(rotations.items(), (torch.int32, torch.int64)):
@@ -110,7 +109,7 @@ def variants() -> "list[Variant]":
 
 
 def _row(x: Tensor, q: Tensor, sf: Tensor, use_ue8m0: bool) -> Launch:
-    from fp8_dual_cast.kernels.separate_casts import row_cast_kernel
+    from fp8_dual_cast.kernels.row_cast import row_cast_kernel
 
     grid = fp8.ceil_div(x.shape[0], ROW_OPTIONS["ROWS"]) * (x.shape[1] // TILE)
     args = (x, q, sf, x.shape[0], x.shape[1] // TILE, _pitch(x) // 8)
@@ -118,17 +117,13 @@ def _row(x: Tensor, q: Tensor, sf: Tensor, use_ue8m0: bool) -> Launch:
 
 
 def _column(x: Tensor, q_t: Tensor, sf_t: Tensor, use_ue8m0: bool) -> Launch:
-    from fp8_dual_cast.kernels.separate_casts import column_cast_kernel
-
-    grid = q_t.shape[1] // TILE * (x.shape[1] // COLUMN_OPTIONS["COLUMNS"])
-    args = (x, q_t, sf_t, x.shape[0], x.shape[1] // TILE, _pitch(x) // 8)
-    return Launch(column_cast_kernel, (grid,), args, {"UE8M0": use_ue8m0, **COLUMN_OPTIONS})
+    return _dual(x, None, None, q_t, sf_t, use_ue8m0)
 
 
 def _dual(
     x: Tensor,
-    q: Tensor,
-    sf: Tensor,
+    q: Tensor | None,
+    sf: Tensor | None,
     q_t: Tensor,
     sf_t: Tensor,
     use_ue8m0: bool,
@@ -139,16 +134,16 @@ def _dual(
 ) -> Launch:
     from fp8_dual_cast.kernels.dual_cast import dual_cast_kernel
 
-    rope = cos_sin_cache is not None
+    both, rope = q is not None, cos_sin_cache is not None
     rope_dim = cos_sin_cache.shape[1] if rope else 0
     args = (
         x,
-        q,
-        sf,
+        q if both else q_t,
+        sf if both else sf_t,
         q_t,
         sf_t,
-        cos_sin_cache.contiguous() if rope else sf,
-        position_ids.contiguous() if rope else sf,
+        cos_sin_cache.contiguous() if rope else sf_t,
+        position_ids.contiguous() if rope else sf_t,
         -1.0 if inverse else 1.0,
         x.shape[0],
         _pitch(x) // 8,
@@ -159,7 +154,7 @@ def _dual(
     first = TILE // 2 if rope and head_dim % TILE == 0 and rope_dim <= TILE // 2 else 0
     # Four neighbouring pairs then lie in one head and in 16 aligned bytes of the table.
     vector = rope and head_dim % 8 == 0 and rope_dim % 8 == 0
-    options = {"ROPE": rope, "FIRST": first, "VECTOR": vector, "UE8M0": use_ue8m0, **DUAL_OPTIONS}
+    options = {"ROPE": rope, "FIRST": first, "VECTOR": vector, "UE8M0": use_ue8m0, "BOTH": both, **DUAL_OPTIONS}
     blocks_t, blocks_c = q_t.shape[1] // TILE, x.shape[1] // TILE
     plane = min(blocks_t, MAX_GRID_Y)
     return Launch(dual_cast_kernel, (blocks_c, plane, fp8.ceil_div(blocks_t, plane)), args, options)

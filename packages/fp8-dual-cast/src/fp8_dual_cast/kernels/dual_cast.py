@@ -186,12 +186,14 @@ def dual_cast_kernel(
     FIRST: gl.constexpr,
     VECTOR: gl.constexpr,
     UE8M0: gl.constexpr,
+    BOTH: gl.constexpr,
 ):
     """A program casts a tile of 128 x 128: channel block program_id(0), token block from the other two grid axes.
 
     x is read as 32-bit pairs of channels, q written as 16-bit ones. A thread holds a patch of 8 tokens x 4 pairs and
     uses it for both casts. It owns 8 bytes of each of 8 rows of q; its 8 bytes of each of 8 rows of q_t go through
     shared memory, so that whole lines are written. The tile's memory, once read, holds the maxima and then those bytes.
+    Without BOTH only the transposed half is made; q and sf are then not touched.
     """
     WARPS: gl.constexpr = gl.num_warps()
     gl.static_assert(WARPS == 8)
@@ -258,17 +260,19 @@ def dual_cast_kernel(
     pitch_t = gl.cdiv(tokens, TILE) * TILE
     pitch_sf = gl.cdiv(tokens, 4) * 4
     k = gl.arange(0, 2 * TILE, layout=gl.SliceLayout(0, MAXIMA))
-    row_scale = gl.where(t0 + k < tokens, scale, 0.0)
-    gl.store(sf + (block_c.to(gl.int64) * pitch_sf + t0) + k, row_scale, mask=(k < TILE) & (t0 + k < pitch_sf))
+    if BOTH:
+        row_scale = gl.where(t0 + k < tokens, scale, 0.0)
+        gl.store(sf + (block_c.to(gl.int64) * pitch_sf + t0) + k, row_scale, mask=(k < TILE) & (t0 + k < pitch_sf))
     gl.store(sf_t + (block_t.to(gl.int64) * channels + c0) + (k - TILE), scale, mask=k >= TILE)
 
-    divisor = divisors.slice(0, TILE).load(ROW)
-    reciprocal = reciprocals.slice(0, TILE).load(ROW)
-    r = gl.arange(0, TILE, layout=ROW)
-    c = gl.arange(0, PAIRS, layout=gl.SliceLayout(0, PATCHES))
-    out = _cast_rows(v, divisor[:, None], reciprocal[:, None], UE8M0)
-    base = q + (t0.to(gl.int64) * (channels // 2) + c0 // 2)
-    gl.store(base + (r[:, None] * (channels // 2) + c[None, :]), out, mask=(t0 + r < tokens)[:, None])
+    if BOTH:
+        divisor = divisors.slice(0, TILE).load(ROW)
+        reciprocal = reciprocals.slice(0, TILE).load(ROW)
+        r = gl.arange(0, TILE, layout=ROW)
+        c = gl.arange(0, PAIRS, layout=gl.SliceLayout(0, PATCHES))
+        out = _cast_rows(v, divisor[:, None], reciprocal[:, None], UE8M0)
+        base = q + (t0.to(gl.int64) * (channels // 2) + c0 // 2)
+        gl.store(base + (r[:, None] * (channels // 2) + c[None, :]), out, mask=(t0 + r < tokens)[:, None])
 
     v_t = gl.convert_layout(gl.permute(v, [1, 0]), PATCHES_T, assert_trivial=True)
     divisor_low, divisor_high = _column_pairs(divisors.slice(TILE, TILE), COLUMNS, PATCHES_T)
