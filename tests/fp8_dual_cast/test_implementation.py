@@ -127,3 +127,42 @@ def test_the_schema_is_the_published_one():
         "fp8_dual_cast::dual_cast(Tensor x, bool use_ue8m0, Tensor? cos_sin_cache, Tensor? position_ids,"
         " int head_dim, bool inverse) -> (Tensor q, Tensor sf_storage, Tensor q_t, Tensor sf_t_storage)"
     )
+
+
+def test_variants_cover_what_a_rotation_can_ask_for():
+    """Every pair of constants that sizes lead to is among the variants that are compiled ahead."""
+    x = torch.empty(128, 3072, dtype=torch.bfloat16, device="meta")
+    results = *launch.row_results(x), *launch.column_results(x)
+    found = set()
+    for head_dim in (4, 12, 16, 24, 64, 96, 128, 192, 256, 384, 512, 768):
+        for rope_dim in {2, 4, 6, 8, 16, 24, 64, 66, 128, head_dim}:
+            if rope_dim <= head_dim:
+                table = torch.empty(128, rope_dim, device="meta")
+                positions = torch.empty(128, dtype=torch.int64, device="meta")
+                options = launch._dual(x, *results, False, table, positions, head_dim).options
+                found.add((options["FIRST"], options["VECTOR"]))
+    compiled = {
+        (options["FIRST"], options["VECTOR"])
+        for options in (v.compile.__self__.options for v in launch.variants())
+        if options.get("ROPE")
+    }
+    assert found == compiled
+
+
+@pytest.mark.parametrize(
+    ("blocks", "grid"), [(3, (3, 1)), (65535, (65535, 1)), (65537, (65535, 2)), (131072, (65535, 3))]
+)
+def test_the_grid_covers_all_token_blocks(blocks, grid):
+    """The second axis of a grid ends at 65,535; the third goes on."""
+    x = torch.empty(128 * blocks - 1, 256, dtype=torch.bfloat16, device="meta")
+    found = launch._dual(x, *launch.row_results(x), *launch.column_results(x), False)
+    assert found.grid == (2, *grid)
+    assert found.args[8] == x.shape[0]
+
+
+@pytest.mark.parametrize(("inverse", "sign"), [(True, -1.0), (False, 1.0)])
+def test_the_transpose_negates_the_sine(inverse, sign):
+    x = torch.empty(5, 256, dtype=torch.bfloat16, device="meta")
+    table, positions = torch.empty(9, 8, device="meta"), torch.empty(5, dtype=torch.int64, device="meta")
+    results = *launch.row_results(x), *launch.column_results(x)
+    assert launch._dual(x, *results, False, table, positions, 64, inverse).args[7] == sign

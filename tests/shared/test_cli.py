@@ -55,7 +55,7 @@ def test_status(capsys, packages):
     assert out.startswith("hopper_kernels: ")
     assert "device: no CUDA device" in out.splitlines()[0]
     assert "3.2.1" in row(out, "my_kernel", "requires a CUDA device of compute capability 9.0")
-    assert "pip install moe-experts" in row(out, "moe_experts")
+    assert "the wheel moe-experts" in row(out, "moe_experts")
     assert 'pip install "absent"' in row(out, "optional: fp8 of my_kernel")
     assert all(name in out for name in KERNELS)
 
@@ -142,11 +142,15 @@ def test_a_kernel_that_is_not_installed_fails_only_if_named(capsys, packages):
     packages.install_kernel("my_kernel", cases=GOOD)
     code, out, _ = run(capsys, "check")
     assert code == 0
-    assert "skipped: moe_experts is not installed: pip install moe-experts" in row(out, "moe_experts", "not run")
+    assert "skipped: moe_experts is not installed: build and install the wheel moe-experts of this project" in row(
+        out, "moe_experts", "not run"
+    )
     assert row(out, "my_kernel", "4 rows").endswith(" ok")
     code, out, _ = run(capsys, "check", "my_kernel", "moe_experts")
     assert code == 1
-    assert "FAILED: moe_experts is not installed: pip install moe-experts" in row(out, "moe_experts", "not run")
+    assert "FAILED: moe_experts is not installed: build and install the wheel moe-experts of this project" in row(
+        out, "moe_experts", "not run"
+    )
 
 
 @pytest.mark.parametrize("command", ["check", "precompile"])
@@ -232,7 +236,10 @@ def test_precompile_json_of_a_kernel_that_is_not_installed(capsys, packages, fak
     results = json.loads(out)["results"]
     assert code == 1
     assert results[0]["instructions"] == {"UTMALDG": 3, "F2FP": 0}
-    assert results[2] == {"kernel": "moe_experts", "message": "moe_experts is not installed: pip install moe-experts"}
+    assert results[2] == {
+        "kernel": "moe_experts",
+        "message": "moe_experts is not installed: build and install the wheel moe-experts of this project",
+    }
 
 
 @pytest.mark.parametrize("argv", [(), ("status", "extra"), ("check", "--no-such-option"), ("other",)])

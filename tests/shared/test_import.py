@@ -1,4 +1,4 @@
-"""Importing the wheel needs PyTorch only and touches no GPU. Each test is a process of its own."""
+"""Importing the wheel needs PyTorch and packaging and touches no GPU. Each test is a process of its own."""
 
 import subprocess
 import sys

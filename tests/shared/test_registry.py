@@ -42,7 +42,7 @@ def test_an_unknown_name_lists_the_known_ones(packages):
 
 def test_a_kernel_that_is_not_installed(machine, packages):
     machine("H200")
-    expected = "mhc_projection is not installed: pip install mhc-projection"
+    expected = "mhc_projection is not installed: build and install the wheel mhc-projection of this project"
     assert reason("mhc_projection") == expected
     assert status()["mhc_projection"] == expected
     assert not is_available("mhc_projection")

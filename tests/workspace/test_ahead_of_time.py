@@ -104,3 +104,15 @@ def test_what_does_not_count_as_worse():
     better = dataclasses.replace(GOOD, registers=100, shared_bytes=0, warps=4, instructions={"QGMMA": 1, "F2FP": 9})
     assert regressions([GOOD], [better]) == []
     assert regressions([GOOD], []) == ["v: in the table, but no longer compiled"]
+
+
+@pytest.mark.parametrize("kernel", INSTALLED)
+def test_every_variant_has_what_it_expects(kernel):
+    """With any release of Triton, also one that the table is not of."""
+    triton = pytest.importorskip("triton")
+    if triton.knobs.runtime.interpret:
+        pytest.skip("kernels are interpreted in this process")
+    listed = precompile.variants_of(kernel)
+    for variant, report in zip(listed, precompile.compile(kernel, variants=listed), strict=True):
+        missing = [opcode for opcode in variant.expect if not report.instructions[opcode]]
+        assert not missing, f"{variant.name} lacks {missing}"

@@ -1,6 +1,6 @@
 """What every Hopper training kernel of this project needs, and nothing more.
 
-Importing it needs Python and PyTorch only and initialises no CUDA. Kernels are found by the entry-point group
+Importing it needs Python, PyTorch and packaging, and initialises no CUDA. Kernels are found by the entry-point group
 `hopper_kernels`; what a machine lacks is a reason in `status()`, not an import error.
 """
 

@@ -126,7 +126,7 @@ def _precompile(arguments: argparse.Namespace) -> int:
         except Exception as error:
             faults[name] = f"{type(error).__name__}: {error}"
             failed = True
-    if arguments.table:
+    if arguments.table and not failed:
         precompile.write_table(arguments.table, compiled)
     rows = [asdict(report) for report in compiled]
     if arguments.json:

@@ -1,4 +1,4 @@
-"""Device twins of `hopper_kernels.fp8` for Triton and Gluon kernels. Imports triton, so only kernels import it."""
+"""Device twins of `hopper_kernels.fp8` for Triton kernels. Imports triton, so only kernels import it."""
 
 import triton
 import triton.language as tl

@@ -174,7 +174,7 @@ def _claimant(entry_point: importlib.metadata.EntryPoint) -> str:
 def _spec_or_reason(name: str) -> KernelSpec | str:
     claims = _claims().get(name, [])
     if not claims:
-        return f"{name} is not installed: pip install {name.replace('_', '-')}"
+        return f"{name} is not installed: build and install the wheel {name.replace('_', '-')} of this project"
     if len(claims) > 1:
         return f"{name} is claimed by {' and by '.join(map(_claimant, claims))}: uninstall all but one of them"
     entry_point = claims[0]

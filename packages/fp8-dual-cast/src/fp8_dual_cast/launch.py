@@ -89,8 +89,8 @@ def variants() -> "list[Variant]":
 
     x = torch.empty(TILE, 12 * TILE, dtype=torch.bfloat16, device="meta")
     rows, columns = row_results(x), column_results(x)
-    # head_dim and rope_dim: rotated channels in half of a tile, anywhere, and where four pairs may straddle two heads.
-    rotations = {"half": (512, 64), "all": (64, 64), "scalar": (12, 4)}
+    # head_dim and rope_dim: rotated channels in half of a tile or anywhere, read four pairs at a time or one by one.
+    rotations = {"half": (512, 64), "half scalar": (128, 4), "all": (64, 64), "all scalar": (12, 4)}
     found = []
     for ue8m0 in (False, True):
         flag = f"ue8m0={int(ue8m0)}"

@@ -41,7 +41,7 @@ def fp8_dual_cast(
     cos_sin_cache: (max_pos, R) fp32, R / 2 cosines followed by R / 2 sines. If given, the last R channels of each head
         are rotated first (interleaved pairs, result rounded to bf16; `reference.rotate` is the exact definition).
     position_ids: (T,) or (1, T), int32 or int64, rows of the table. A GPU does not check their range: a position
-        outside the table reads foreign memory. The definition raises IndexError.
+        outside the table reads foreign memory. The definition raises IndexError on a CPU.
     head_dim: channels of a head, even, a divisor of C; D by default for a 3-D x, required with a table for a 2-D x.
     inverse: True applies the transpose of the rotation, which a gradient needs; False the rotation itself.
 
@@ -68,7 +68,7 @@ def fp8_dual_cast(
         if x.ndim == 3 and head_dim != x.shape[2]:
             raise ValueError(f"head_dim must be {x.shape[2]}, the last axis of a 3-D x, got {head_dim}")
         checks.in_range("head_dim", head_dim, lo=2)
-    elif x.ndim == 3:
+    elif x.ndim == 3 and cos_sin_cache is not None:
         head_dim = x.shape[2]
     if cos_sin_cache is not None:
         checks.tensor("cos_sin_cache", cos_sin_cache)

@@ -43,7 +43,7 @@ def rotate(x: Tensor, cos_sin_cache: Tensor, position_ids: Tensor, head_dim: int
     (a, b) a pair of neighbouring channels among the last R of a head, c and s its cosine and sine (s negated for the
     transpose):  y_a = fma(a, c, -(b s)),  y_b = fma(a, s, b c),  each product in brackets rounded to fp32, each
     result rounded to fp32 and then to bf16. This placement is vLLM's and prime-rl's newest kernel's; others differ by
-    a bf16 ulp in about 2e-5 of the values. Raises IndexError for a position outside the table.
+    a bf16 ulp in about 2e-5 of the values. A position outside the table raises IndexError on a CPU.
     """
     rope_dim = cos_sin_cache.shape[1]
     tokens, channels = x.shape

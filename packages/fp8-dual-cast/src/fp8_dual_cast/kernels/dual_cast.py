@@ -168,7 +168,10 @@ def _column_pairs(values, COLUMNS: gl.constexpr, PATCHES_T: gl.constexpr):
     return low[:, None], high[:, None]
 
 
-@gluon.jit(do_not_specialize=["tokens", "pitch_over_8", "head_dim", "rope_dim"])
+@gluon.jit(
+    do_not_specialize=["tokens", "pitch_over_8", "head_dim", "rope_dim"],
+    do_not_specialize_on_alignment=["positions"],
+)
 def dual_cast_kernel(
     x,
     q,
