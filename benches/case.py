@@ -64,11 +64,14 @@ class Bench:
 
 
 def copy_candidate(nbytes: int) -> Candidate:
-    """A device copy that reads and writes `nbytes` in total: the floor of a case of that many bytes."""
+    """A device copy that reads and writes `nbytes` in total: the floor of a case of that many bytes.
+
+    Rounded up to whole 4 KiB, as the driver copies odd lengths at two thirds of the speed.
+    """
 
     def prepare(inputs: Any) -> Call:
         device = next(t.device for t in vars(inputs).values() if isinstance(t, torch.Tensor))
-        source = torch.empty(nbytes // 2, dtype=torch.uint8, device=device).random_()
+        source = torch.empty(-(-nbytes // 8192) * 4096, dtype=torch.uint8, device=device).random_()
         target = torch.empty_like(source)
         return lambda: (source, target.copy_(source))
 

@@ -1,9 +1,11 @@
 """Which implementation the operators choose, on machines that are pretended: fake CUDA tensors need no GPU."""
 
+import importlib.metadata
+
 import pytest
 import torch
 from fp8_dual_cast import launch, ops
-from hopper_kernels import KernelUnavailable, arch
+from hopper_kernels import KernelUnavailable, arch, registry
 from hopper_kernels import reference as use_definition
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -63,6 +65,20 @@ def test_another_card_raises(name, launcher, call, machine, launched):
             call(cuda_matrix())
         with pytest.raises(ValueError, match=r"^x must have dtype bfloat16"):
             call(cuda_matrix(torch.float32))
+    assert not launched
+
+
+@each_call
+def test_a_triton_out_of_range_raises(name, launcher, call, machine, launched, monkeypatch):
+    machine("SM90 (NVIDIA H200)")
+    installed = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda one: "2.3" if one == "triton" else installed(one))
+    registry.refresh()
+    try:
+        with FakeTensorMode(), pytest.raises(KernelUnavailable, match=r"^fp8_dual_cast requires triton.*, found 2\.3"):
+            call(cuda_matrix())
+    finally:
+        registry.refresh()
     assert not launched
 
 

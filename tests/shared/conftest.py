@@ -61,11 +61,14 @@ class Packages:
     def __init__(self, folder: Path, monkeypatch):
         self.folder, self.monkeypatch, self.modules = folder, monkeypatch, []
         installed = importlib.metadata.entry_points
-        monkeypatch.setattr(
-            importlib.metadata,
-            "entry_points",
-            lambda group: [one for one in installed(group=group) if one.dist.locate_file("").is_relative_to(folder)],
-        )
+
+        def entry_points(**selection):
+            found = installed(**selection)
+            if selection.get("group") != registry.GROUP:
+                return found
+            return [one for one in found if one.dist.locate_file("").is_relative_to(folder)]
+
+        monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
         registry.refresh()
 
     def install(self, distribution: str, version: str = "1.0", entry_points: str = "", **modules: str) -> None:

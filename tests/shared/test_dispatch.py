@@ -2,6 +2,7 @@
 
 import asyncio
 import contextvars
+import re
 import threading
 from types import SimpleNamespace
 
@@ -63,6 +64,12 @@ def test_reference_is_not_seen_by_another_task():
     assert asyncio.run(main()) == (False, True)
 
 
+@pytest.fixture(autouse=True)
+def kernel(packages):
+    """A kernel named x is installed, and requires nothing."""
+    packages.install_kernel("x")
+
+
 def test_a_cpu_tensor_runs_the_definition(machine):
     machine("H200")
     assert use_kernel("x", torch.ones(1)) is False
@@ -83,6 +90,34 @@ def test_another_gpu_raises_unless_told_otherwise(machine):
         use_kernel("x", on("cuda:1"))
     with reference():
         assert use_kernel("x", on("cuda:1")) is False
+
+
+def test_errors_name_the_operator(machine):
+    machine("A100")
+    with pytest.raises(KernelUnavailable, match=r"^an operator requires SM90, found SM80"):
+        use_kernel("x", on("cuda:0"), "an operator")
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        (
+            'requires=("no-such-thing>=1",)',
+            'y requires no-such-thing, which is not installed: pip install "no-such-thing>=1"',
+        ),
+        ('requires=("torch<2",)', "y requires torch<2, found"),
+        ('modules=("no_such_module",)', "y requires the module no_such_module, which failed to import"),
+        ("min_cuda=(13, 1)", "y requires CUDA >= 13.1, torch was built with 13.0: install a newer build of torch"),
+    ],
+)
+def test_what_the_kernel_requires_is_missed_before_a_launch(fields, reason, machine, packages):
+    packages.install_kernel("y", fields=fields)
+    machine("H200")
+    with pytest.raises(KernelUnavailable, match=rf"^{re.escape(reason)}"):
+        use_kernel("y", on("cuda:0"))
+    with reference():
+        assert use_kernel("y", on("cuda:0")) is False
+    assert use_kernel("y", torch.ones(1)) is False
 
 
 def test_another_device_type_is_an_error():

@@ -6,7 +6,8 @@ from contextvars import ContextVar
 
 import torch
 
-from hopper_kernels import arch
+from hopper_kernels import arch, registry
+from hopper_kernels.errors import KernelUnavailable
 
 _reference: ContextVar[bool] = ContextVar("hopper_kernels_reference", default=False)
 
@@ -34,12 +35,14 @@ def reference_requested() -> bool:
     return _reference.get()
 
 
-def use_kernel(what: str, tensor: torch.Tensor) -> bool:
-    """Whether the operator `what` runs its Hopper kernel on `tensor`; False means its definition.
+def use_kernel(kernel: str, tensor: torch.Tensor, what: str | None = None) -> bool:
+    """Whether an operator of the registered `kernel` runs on `tensor`; False means its definition.
 
-    False for a CPU tensor and inside `reference()`, True on SM90. Raises KernelUnavailable on any other CUDA device,
-    because a silent fallback would be mistaken for the kernel; ValueError for a tensor on neither CPU nor CUDA.
+    False for a CPU tensor and inside `reference()`, True on SM90. Raises KernelUnavailable, because a silent fallback
+    would be mistaken for the kernel, on any other CUDA device and where what the kernel requires is missing or out of
+    range; ValueError for a tensor on neither CPU nor CUDA. Errors call the operator `what`, by default the kernel.
     """
+    what = what or kernel
     device = tensor.device
     if device.type == "cpu":
         return False
@@ -48,4 +51,7 @@ def use_kernel(what: str, tensor: torch.Tensor) -> bool:
     if _reference.get():
         return False
     arch.require_sm90(what, device)
+    reason = registry.software_reason(kernel)
+    if reason is not None:
+        raise KernelUnavailable(reason)
     return True

@@ -80,6 +80,15 @@ def unavailable_reason(name: str, device: arch.Device = None) -> str | None:
     return _install_reason(name) or _device_reason(_spec_or_reason(name), device)
 
 
+def software_reason(name: str) -> str | None:
+    """The part of `unavailable_reason` without the device: the package, what it requires, the CUDA of PyTorch.
+
+    Looked up once per process, so that an operator can ask in each call. KeyError for an unknown name.
+    """
+    _check_known(name)
+    return _software_reason(name)
+
+
 def is_available(name: str, device: arch.Device = None) -> bool:
     """Whether the Hopper kernel `name` can run on `device`: `unavailable_reason` is None. KeyError as there."""
     return unavailable_reason(name, device) is None
@@ -128,6 +137,7 @@ def refresh() -> None:
         _names,
         _spec_or_reason,
         _install_reason,
+        _software_reason,
         _requirement_fault,
         _module_fault,
         _index_reason,
@@ -202,6 +212,20 @@ def _install_reason(name: str) -> str | None:
 
 
 @functools.cache
+def _software_reason(name: str) -> str | None:
+    return _install_reason(name) or _cuda_fault(spec(name))
+
+
+def _cuda_fault(found: KernelSpec) -> str | None:
+    """Why the CUDA that PyTorch was built with is too old, None if it is not, or if there is none."""
+    cuda = torch.version.cuda
+    if found.min_cuda is None or cuda is None or Version(cuda) >= Version("{}.{}".format(*found.min_cuda)):
+        return None
+    wanted = ".".join(map(str, found.min_cuda))
+    return f"{found.name} requires CUDA >= {wanted}, torch was built with {cuda}: install a newer build of torch"
+
+
+@functools.cache
 def _requirement_fault(text: str) -> str | None:
     """What is wrong with a requirement, "requires ...", None if it is met. Never raises."""
     try:
@@ -260,12 +284,7 @@ def _index_reason(name: str, index: int) -> str | None:
             f"{name} requires {sm_names}, found {arch.describe(index)}: "
             f"run it on {sm_names}{_cards(found)} or {arch.REFERENCE_HINT}"
         )
-    if found.min_cuda is not None and Version(torch.version.cuda) < Version("{}.{}".format(*found.min_cuda)):
-        return (
-            f"{name} requires CUDA >= {'.'.join(map(str, found.min_cuda))}, torch was built with "
-            f"{torch.version.cuda}: install a newer build of torch"
-        )
-    return None
+    return _cuda_fault(found)
 
 
 def _cards(found: KernelSpec) -> str:

@@ -59,7 +59,8 @@ def fp8_dual_cast(
     transposed results of a group of 128 rows.
 
     Raises TypeError or ValueError that names the argument before anything is launched, and
-    `hopper_kernels.KernelUnavailable` on a CUDA device that is not SM90. CPU tensors get the definition.
+    `hopper_kernels.KernelUnavailable` on a CUDA device that is not SM90 or with a Triton or a PyTorch that the kernel
+    cannot be built with. CPU tensors get the definition.
     """
     checks.tensor("x", x)
     checks.ndim("x", x, 2, 3)
@@ -192,7 +193,7 @@ def _column_cast(x, use_ue8m0):
 
 def _run(what: str, function: str, x: Tensor, *arguments):
     """The kernel's or the definition's `function`. `what` names the caller's function in errors."""
-    if use_kernel(what, x):
+    if use_kernel("fp8_dual_cast", x, what):
         return getattr(launch, function)(x, *arguments)
     with torch.no_grad():  # below, autograd is not asked (see the fallthrough), so it would look into the definition
         return getattr(reference, function)(x, *arguments)
