@@ -18,12 +18,13 @@ CPU = torch.device("cpu")
 )
 def test_byte_formulas(tokens, channels, rope, fused, separate):
     elements = tokens * channels
-    assert bench.fused_bytes(tokens, channels) == 4.0625 * elements
-    assert bench.separate_bytes(tokens, channels, rope) == (6.5625 if rope else 6.0625) * elements
-    assert bench.fused_bytes(tokens, channels) / 1e9 == pytest.approx(fused, abs=5e-5)
-    assert bench.separate_bytes(tokens, channels, rope) / 1e9 == pytest.approx(separate, abs=5e-5)
+    table = tokens * (8 + 4 * 64) if rope else 0  # positions, and a row of cosines and sines for each
+    assert bench.fused_bytes(tokens, channels, rope) == 4.0625 * elements + table
+    assert bench.separate_bytes(tokens, channels, rope) == (6.5625 if rope else 6.0625) * elements + table
+    assert bench.fused_bytes(tokens, channels, False) / 1e9 == pytest.approx(fused, abs=5e-5)
+    assert (bench.separate_bytes(tokens, channels, rope) - table) / 1e9 == pytest.approx(separate, abs=5e-5)
     padded = 2 * 130 * 128 + 130 * 128 + 128 * 256 + 4 * (132 + 2 * 128)
-    assert bench.fused_bytes(130, 128) == padded
+    assert bench.fused_bytes(130, 128, False) == padded
 
 
 @pytest.mark.parametrize("rope", [False, True])
