@@ -55,7 +55,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Bench:
-    """A bench module. cases(device, quick) lists the cases, at toy sizes for a CPU; `wheels`: versions to record."""
+    """A bench module. cases(device, quick) lists the cases, at toy sizes for a CPU.
+
+    `wheels`: those measured; their versions are recorded, and a digest of their code. Each has its import name.
+    """
 
     name: str
     title: str

@@ -81,6 +81,7 @@ def run(
         "toy": not cuda,
         "device": machine.device_facts(device),
         "versions": machine.versions(bench.wheels),
+        "code": machine.code_digest(bench.wheels),
         "flush_bytes": L2Flush(device).nbytes if cuda else None,
     }
     if not cuda:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import importlib.util
 import platform
 import subprocess
 import threading
 import time
+import tokenize
 from importlib import metadata
 from pathlib import Path
 
@@ -34,7 +37,7 @@ def device_facts(device: torch.device) -> dict[str, object]:
 
 
 def versions(wheels: tuple[str, ...]) -> dict[str, str | None]:
-    """Versions of Python, PyTorch, CUDA, Triton, the driver, our wheels, and the commit where git knows it."""
+    """Versions of Python, PyTorch, CUDA, Triton, the driver and our wheels."""
     found: dict[str, str | None] = {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -47,15 +50,37 @@ def versions(wheels: tuple[str, ...]) -> dict[str, str | None]:
             found[name] = None
     driver = _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
     found["driver"] = driver.splitlines()[0] if driver else None
-    found["commit"] = _commit()
     return found
 
 
-def _commit() -> str | None:
-    root = Path(__file__).resolve().parents[1]
-    commit = _output(["git", "-C", str(root), "rev-parse", "--short=12", "HEAD"])
-    changed = _output(["git", "-C", str(root), "status", "--porcelain", "--", "shared", "packages", "benches/*.py"])
-    return f"{commit}+changes" if commit and changed else commit
+def code_digest(wheels: tuple[str, ...]) -> str:
+    """Identifies the measured code: a hash of the files of these wheels that plan, launch and compute on a device.
+
+    Comments, docstrings and layout do not count. A test compares it with the committed record, so a figure cannot
+    outlive the kernel that it was measured on.
+    """
+    digest = hashlib.sha256()
+    for wheel in wheels:
+        root = Path(importlib.util.find_spec(wheel.replace("-", "_")).origin).parent
+        for pattern in ("launch.py", "*_device.py", "kernels/*.py"):
+            for path in sorted(root.glob(pattern)):
+                digest.update(f"{wheel}/{path.name}:{_code(path)}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def _code(path: Path) -> str:
+    """The tokens of a file without comments, blank space and docstrings."""
+    layout = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING}
+    kept, line = [], []
+    with path.open("rb") as file:
+        for token in tokenize.tokenize(file.readline):
+            if token.type not in layout:
+                line.append(token)
+            elif token.type == tokenize.NEWLINE:
+                if not (len(line) == 1 and line[0].type == tokenize.STRING):
+                    kept += [one.string for one in line]
+                line = []
+    return "".join(kept)
 
 
 def _output(command: list[str]) -> str | None:

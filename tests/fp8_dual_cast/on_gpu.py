@@ -116,7 +116,7 @@ def powers_of_two(tokens: int, channels: int) -> Tensor:
 
 
 def assert_copies_are_equal(tokens: int, channels: int, **options) -> None:
-    """Both copies of `powers_of_two` must be x itself, byte for byte, the second one transposed (BR-57)."""
+    """Both copies of `powers_of_two` must be x itself, byte for byte, the second one transposed."""
     x = powers_of_two(tokens, channels)
     plain = x.to(torch.float8_e4m3fn)
     padded = torch.zeros(channels, -(-tokens // 128) * 128, dtype=torch.uint8, device=DEVICE)

@@ -112,7 +112,7 @@ def test_nan_moves_no_scale_and_inf_takes_both_blocks():
 
 @both_modes
 def test_both_copies_hold_the_same_bytes_where_all_scales_are_1(ue8m0):
-    """Distinct powers of two and every other e4m3 value, with 448 in each block: a foreign byte would show (BR-57)."""
+    """Distinct powers of two and every other e4m3 value, with 448 in each block: a foreign byte would show."""
     values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     values = values[~values.isnan()]
     x = values[torch.randint(len(values), (300, 384), generator=torch.Generator().manual_seed(3))].bfloat16()

@@ -1,4 +1,4 @@
-"""DeepGEMM takes both copies as they are: right products, and no kernel in front of its own (edge 37).
+"""DeepGEMM takes both copies as they are: right products, and no kernel in front of its own.
 
 The left operand of a data gradient is (q, sf), of a weight gradient (q_t, sf_t). Compared with the float64 product of
 what the bytes stand for. SM90's FP8 tensor cores add up 128 products with about 14 bits, so a float32 result has an

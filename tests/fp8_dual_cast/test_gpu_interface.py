@@ -20,6 +20,25 @@ print(fp8_dual_cast(torch.ones(3, 128).bfloat16()).q.float().unique().tolist())
 """
 
 
+CALLS = """
+import torch
+from fp8_dual_cast import fp8_dual_cast, per_token_cast, per_token_cast_transposed
+for use_ue8m0 in (False, True):
+    for tokens in (1, 128, 300):
+        x = torch.randn(tokens, 1024, device="cuda").bfloat16()
+        fp8_dual_cast(x, use_ue8m0=use_ue8m0)
+        per_token_cast(x, use_ue8m0=use_ue8m0)
+        per_token_cast_transposed(x, use_ue8m0=use_ue8m0)
+        for head_dim, rope_dim in ((512, 64), (128, 4), (64, 64), (16, 10)):
+            for dtype in (torch.int32, torch.int64):
+                table = torch.randn(300, rope_dim, device="cuda")
+                positions = torch.arange(tokens, device="cuda", dtype=dtype)
+                options = {"cos_sin_cache": table, "position_ids": positions, "head_dim": head_dim}
+                fp8_dual_cast(x, use_ue8m0=use_ue8m0, **options)
+torch.cuda.synchronize()
+"""
+
+
 @pytest.mark.timeout(120)
 def test_check():
     output = on_gpu.output_of(on_gpu.start_python(COMMAND, "check", "fp8_dual_cast"))
@@ -33,12 +52,15 @@ def test_status():
     assert [line.split()[-1] for line in output.splitlines() if line.startswith("fp8_dual_cast ")] == ["available"]
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(180)
 def test_precompile_fills_the_cache(tmp_path):
     """On this machine it compiles with the device's own driver; the variants then are on disk."""
     process = on_gpu.start_python(COMMAND, "precompile", "fp8_dual_cast", TRITON_CACHE_DIR=str(tmp_path))
     rows = [line for line in on_gpu.output_of(process).splitlines() if line.startswith("fp8_dual_cast ")]
     assert len(rows) == len(launch.variants())
+    assert len(list(tmp_path.rglob("*.cubin"))) == len(rows)
+    # A process that then calls the operators compiles nothing.
+    on_gpu.output_of(on_gpu.start_python(CALLS, TRITON_CACHE_DIR=str(tmp_path)))
     assert len(list(tmp_path.rglob("*.cubin"))) == len(rows)
 
 

@@ -1,4 +1,4 @@
-"""Matrices of more than 2**31 elements and more than 2**16 groups of tokens: offsets and grids (BR-06, BR-12)."""
+"""Matrices of more than 2**31 elements and more than 2**16 groups of tokens: offsets and grids."""
 
 import pytest
 import torch

@@ -46,7 +46,7 @@ def layouts():
 
 @pytest.mark.parametrize("name", [*inputs.STRIDES, "columns of a wide matrix", "singleton", "3-D"])
 def test_peak_memory(name):
-    """Edges 21 and 22: exactly the results, plus a copy of x where it cannot be read in place."""
+    """Exactly the results, plus a copy of x where it cannot be read in place."""
     x = layouts()[name]
     copy = 0 if name in IN_PLACE else 2 * x.numel()
     for call in (fp8_dual_cast, per_token_cast, per_token_cast_transposed):
@@ -85,7 +85,7 @@ def test_gradient_of_a_sum():
 
 @pytest.mark.parametrize("strides", [(1, 128, 1), (7, 128, 1), (2**33, 128, 1)], ids=str)
 def test_singleton_axes(strides):
-    """BR-19: the stride of an axis of length 1 means nothing, whatever it is."""
+    """The stride of an axis of length 1 means nothing, whatever it is."""
     x = on_gpu.matrix(1, 1280)
     expected = fp8_dual_cast(x)
     on_gpu.assert_dual(fp8_dual_cast(x.as_strided((1, 1280), (strides[0], 1))), expected, "2-D")
@@ -108,7 +108,7 @@ def test_memory_comes_back():
 
 
 def test_results_share_no_memory_with_x():
-    """Edge 34: writing into every result leaves x as it was, and the other way round."""
+    """Writing into every result leaves x as it was, and the other way round."""
     x = on_gpu.matrix(130, 256)
     before = x.clone()
     results = fp8_dual_cast(x)

@@ -89,6 +89,15 @@ def test_graph_with_arguments_that_are_copied():
     assert_all(graph.replay(), all_casts(x.clone(), table.clone(), positions), "replay")
 
 
+def test_graph_without_tokens():
+    """Nothing is launched for no tokens, in a capture too; the graph runs what stands beside the calls."""
+    args, counter = operands(0, 256), torch.zeros((), device=on_gpu.DEVICE)
+    graph = capture(lambda: [counter.add_(1), *all_casts(*args)], warm_up=1)
+    _, *results = graph.replay()
+    assert_all(results, all_casts(*args), "no tokens")
+    assert counter.item() == 2
+
+
 def test_nothing_synchronises():
     args = operands()
     all_casts(*args)
@@ -100,7 +109,7 @@ def test_nothing_synchronises():
 
 
 def test_two_streams_at_once():
-    """BR-53: 100 rounds on two streams with different data of their own give what each gives alone."""
+    """100 rounds on two streams with different data of their own give what each gives alone."""
     arguments = [operands(1000, 1280), operands(640, 2304)]
     expected = [copies(all_casts(*args)) for args in arguments]
     streams = [torch.cuda.Stream() for _ in arguments]
@@ -124,7 +133,7 @@ def test_repeats():
 
 
 def test_second_device():
-    """BR-50: tensors on cuda:1 while cuda:0 is current. Nothing is allocated on cuda:0."""
+    """Tensors on cuda:1 while cuda:0 is current. Nothing is allocated on cuda:0."""
     if torch.cuda.device_count() < 2:
         pytest.skip("requires two CUDA devices")
     args = operands(300, 512)
@@ -140,7 +149,7 @@ def test_second_device():
 
 @pytest.mark.timeout(120)
 def test_first_call_in_a_capture(tmp_path):
-    """Edge 39: a process that compiles, loads and launches inside a capture gets right bytes or a clear error."""
+    """A process that compiles, loads and launches inside a capture gets right bytes or a clear error."""
     process = on_gpu.start_python(CAPTURE_FIRST, TRITON_CACHE_DIR=str(tmp_path))
     assert on_gpu.output_of(process).splitlines()[-1] in ("works", "refused")
 
@@ -148,7 +157,7 @@ def test_first_call_in_a_capture(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(170)
 def test_eight_processes_share_an_empty_cache(tmp_path):
-    """BR-51: all compile the same kernels into one empty folder at once, and all give the bytes of this process."""
+    """All compile the same kernels into one empty folder at once, and all give the bytes of this process."""
     processes = [on_gpu.start_python(DIGEST, TRITON_CACHE_DIR=str(tmp_path)) for _ in range(8)]
     outputs = [on_gpu.output_of(process, timeout=160) for process in processes]
     assert outputs == [on_gpu.digest()] * 8

@@ -1,4 +1,4 @@
-"""The transposed FP8 store, which ptxas 12.9 corrupts in kernels that store the plain copy too (BR-57).
+"""The transposed FP8 store, which ptxas 12.9 corrupts in kernels that store the plain copy too.
 
 The data are powers of two and every scale is 1, so both copies are the matrix itself and a foreign byte shows.
 """

@@ -1,5 +1,6 @@
 """Which implementation the operators choose, on machines that are pretended: fake CUDA tensors need no GPU."""
 
+import contextlib
 import importlib.metadata
 
 import pytest
@@ -114,7 +115,7 @@ def test_the_operator_is_registered_for_cuda(name, launcher, call):
 def test_what_is_read_in_place():
     """16-byte copies need contiguous channels, an aligned base and an aligned pitch of at most 2**24 elements."""
     x = inputs.matrix(3, 256)
-    views = {name: restride(x) for name, restride in inputs.STRIDES.items()}
+    views = {name: restride(x) for name, restride in inputs.STRIDES.items()} | inputs.broadcasts()
     views |= {f"one row, stride {stride}": inputs.singleton(x, stride) for stride in (0, 977, 2**40)}
     for pitch in (2**24, 2**24 + 8):
         views[f"pitch {pitch}"] = x.new_zeros(pitch + 256).as_strided((2, 256), (pitch, 1))
@@ -136,6 +137,34 @@ def test_what_is_read_in_place():
         f"one row, stride {2**40}",
         f"pitch {2**24}",
     }
+
+
+LAUNCHERS = {
+    "dual_cast": lambda x: launch.dual_cast(x, False, None, None, 0, True),
+    "row_cast": lambda x: launch.row_cast(x, False),
+    "column_cast": lambda x: launch.column_cast(x, False),
+}
+
+
+@pytest.mark.parametrize("call", LAUNCHERS.values(), ids=LAUNCHERS)
+def test_launches_are_on_the_device_of_x(call, monkeypatch):
+    """One launch, with the device of x made current around it; none where there are no tokens."""
+    log = []
+
+    @contextlib.contextmanager
+    def device_of(tensor):
+        log.append("enter" if tensor is x else "enter another")
+        yield
+        log.append("leave")
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    monkeypatch.setattr(launch.Launch, "run", lambda self: log.append("launch"))
+    x = torch.empty(5, 256, dtype=torch.bfloat16, device="meta")
+    call(x)
+    assert log == ["enter", "launch", "leave"]
+    log.clear()
+    assert all(t.shape[-1] == 0 or t.shape[0] == 0 for t in call(x[:0]))
+    assert log == []
 
 
 def test_the_schema_is_the_published_one():

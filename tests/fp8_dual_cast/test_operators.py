@@ -126,7 +126,7 @@ def test_strides_0(name):
 
 @pytest.mark.parametrize("stride", [0, 1, 7, 977])
 def test_a_length_1_axis_may_have_any_stride(stride):
-    """BR-19: of one token; of one head; and of one position row."""
+    """Of one token; of one head; and of one position row."""
     x = inputs.matrix(2, 256)
     row = x[:1].clone()
     assert_equal(fp8_dual_cast(inputs.singleton(x, stride)), expected(row))
@@ -175,6 +175,11 @@ def test_autocast_changes_nothing(dtype):
         rotated = fp8_dual_cast(x, cos_sin_cache=table, position_ids=positions, head_dim=128)
     assert_equal(plain, expected(x))
     assert_equal(rotated, expected(x, False, table, positions, 128))
+
+
+def test_unsupported_shape_reason_of_what_is_no_size():
+    for sizes in ((256.0,), (256, 64.0), (256, 64, 64.0), (True,), ("256",)):
+        assert "must be an integer, got" in unsupported_shape_reason(*sizes)
 
 
 @pytest.mark.parametrize("channels", [0, 64, 128, 200, 256, 384, 2**24, 2**24 + 128])

@@ -67,7 +67,7 @@ def facts(t):
 
 @pytest.mark.parametrize("channels", [128, 384])
 def test_fake_operators_promise_what_real_ones_return(channels):
-    """Contiguous storages of equal metadata over a sweep of token counts (BR-49)."""
+    """Contiguous storages of equal metadata over a sweep of token counts."""
     for tokens in TOKENS:
         for operator, arguments in operator_calls(inputs.matrix(tokens, channels)):
             real = operator(*arguments)
@@ -157,7 +157,7 @@ TWENTY = [300, 301, 129, 130, 255, 256, 257, 384, 385, 131, 132, 133, 640, 137, 
 
 
 def test_twenty_token_counts_need_two_compilations():
-    """The first count, then a dynamic one (BR-54); counts up to 128 need another, since q_t's blocks are then one."""
+    """The first count, then a dynamic one; counts up to 128 need another, since q_t's blocks are then one."""
     assert len(set(TWENTY)) == 20
     assert run_with_token_counts(TWENTY) == 2
     torch._dynamo.reset()

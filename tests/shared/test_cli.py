@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -209,6 +210,7 @@ def fake_precompile(monkeypatch):
         return [FakeReport(name, f"cast[rope={rope}]", instructions={"UTMALDG": 3, "F2FP": rope}) for rope in (0, 1)]
 
     module.compile = compile_kernel
+    module.write_table = lambda path, reports, keep_others: Path(path).write_text(str((len(reports), keep_others)))
     monkeypatch.setitem(sys.modules, "hopper_kernels.precompile", module)
 
 
@@ -228,6 +230,22 @@ def test_precompile_that_fails_does_not_stop_the_others(capsys, packages, fake_p
     assert "empty_kernel: ValueError: its list of variants is empty" in out
     assert "bad_kernel: RuntimeError: ptxas failed" in out
     assert row(out, "my_kernel", "cast[rope=0]")
+
+
+@pytest.mark.parametrize(
+    ("names", "written"),
+    [((), (2, False)), (("my_kernel",), (2, True)), (("my_kernel", "bad_kernel"), None)],
+    ids=["all", "one", "one that fails"],
+)
+def test_precompile_writes_a_table_only_of_success(capsys, packages, fake_precompile, tmp_path, names, written):
+    packages.install_kernel("my_kernel")
+    if "bad_kernel" in names:
+        packages.install_kernel("bad_kernel")
+    path = tmp_path / "table.json"
+    path.write_text("as it was")
+    code, _, _ = run(capsys, "precompile", *names, "--table", str(path))
+    assert code == int(written is None)
+    assert path.read_text() == ("as it was" if written is None else str(written))
 
 
 def test_precompile_json_of_a_kernel_that_is_not_installed(capsys, packages, fake_precompile):

@@ -188,3 +188,17 @@ def test_a_table_holds_the_reports_but_for_the_times(reports, tmp_path):
     version, read = precompile.read_table(tmp_path / "table.json")
     assert version == triton.__version__
     assert read == [dataclasses.replace(r, seconds=0.0) for r in written]
+
+
+def test_a_table_of_one_kernel_keeps_the_others(reports, tmp_path):
+    path = tmp_path / "table.json"
+    mine, other = Report("mine", "v", 32, 0, 1024, 8, {}, 0.0), Report("other", "v", 40, 0, 0, 4, {}, 0.0)
+    precompile.write_table(path, [mine, other])
+    better = dataclasses.replace(mine, registers=24)
+    precompile.write_table(path, [better], keep_others=True)
+    assert precompile.read_table(path)[1] == [better, other]
+    precompile.write_table(path, [better])
+    assert precompile.read_table(path)[1] == [better]
+    path.write_text(path.read_text().replace(triton.__version__, "2.0.0"))
+    with pytest.raises(ValueError, match=r"is of triton 2\.0\.0, found .*: write it anew for all kernels"):
+        precompile.write_table(path, [other], keep_others=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -12,6 +14,8 @@ import torch
 from benches import harness, machine, measure, plotting, table, timing
 
 CPU = torch.device("cpu")
+CUDA = torch.device("cuda")
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_percentiles_of_known_numbers():
@@ -261,3 +265,40 @@ class TestOnDevice:
         entry = record["cases"][0]["candidates"][0]
         assert {"flushed", "warm", "host_us"} <= entry.keys()
         assert entry["flushed"]["graph"], entry.get("graph_problem")
+
+
+RESULTS = sorted((ROOT / "benches/results").glob("*.json"))
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=[path.stem for path in RESULTS])
+def test_committed_figures_are_those_of_the_committed_code(path):
+    """After a change of a kernel, its bench must run again: `uv run python -m benches.<kernel>` on a Hopper GPU."""
+    record = json.loads(path.read_text())
+    bench = importlib.import_module(f"benches.{path.stem}").BENCH
+    assert record["code"] == machine.code_digest(bench.wheels)
+    assert (record["device"]["capability"], record["toy"], record["quick"]) == ("9.0", False, False)
+    assert [case["label"] for case in record["cases"]] == [case.label for case in bench.cases(CUDA, False)]
+    for case in record["cases"]:
+        assert all(entry["status"] == "verified" for entry in case["candidates"] if entry["ours"])
+    assert (path.parents[1] / "plots" / f"{path.stem}.svg").exists()
+
+
+def test_the_digest_sees_code_and_nothing_else(tmp_path, monkeypatch):
+    package = tmp_path / "some_wheel"
+    (package / "kernels").mkdir(parents=True)
+    for name in ("__init__.py", "launch.py", "kernels/a.py"):
+        (package / name).write_text('"""Words."""\n\nx = "words"  # a comment\n')
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def digest():
+        return machine.code_digest(("some-wheel",))
+
+    first = digest()
+    (package / "kernels/a.py").write_text('"""Other words."""\nx   = "words"\n')
+    (package / "__init__.py").write_text("y = 1\n")
+    assert digest() == first
+    seen = {first}
+    for name in ("launch.py", "kernels/a.py", "kernels/b.py", "b_device.py"):
+        (package / name).write_text('x = "more words"\n')
+        seen.add(digest())
+    assert len(seen) == 5

@@ -1,6 +1,7 @@
 """Rules for every file of the repository: what may be imported where, and what must not be written anywhere."""
 
 import ast
+import importlib
 import re
 import subprocess
 import tomllib
@@ -20,6 +21,7 @@ IMPORTED_LATE = {"fp8_device.py", "precompile.py"}
 HOST_CODE = [path for path in SOURCES if path not in DEVICE_CODE and path.name not in IMPORTED_LATE]
 # Folders that exist on one machine only, written so that this file does not name one.
 MACHINE_PATH = re.compile(r"(?<![\w.])/(?:work|root|home|tmp)/[\w.]")
+NAMED_TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 INDEX_SETTINGS = {"index", "index-url", "extra-index-url", "default-index", "find-links", "no-index"}
 
 
@@ -89,6 +91,16 @@ def test_no_kernel_is_imported_from_outside_its_package(path):
     assert not imports_of(path, inside_functions=True) & (KERNELS - {package})
 
 
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_nothing_is_autotuned(path):
+    """A kernel that is tuned at its first call runs many times then, which a stream capture does not bear."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    names = {node.id for node in nodes if isinstance(node, ast.Name)}
+    names |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    names |= {alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert not names & {"autotune", "Autotuner"}
+
+
 def test_no_file_names_a_path_of_one_machine():
     found = []
     for path in repository_files():
@@ -120,6 +132,25 @@ def test_every_project_says_what_a_reader_looks_for():
         assert (path.parent / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
 
 
+@pytest.mark.parametrize("path", PYPROJECTS[1:], ids=relative)
+def test_the_version_is_that_of_the_wheel(path):
+    project = tomllib.loads(path.read_text())["project"]
+    module = importlib.import_module(project["name"].replace("-", "_"))
+    assert module.__version__ == project["version"]
+    assert f"## [{project['version']}]" in (path.parent / "CHANGELOG.md").read_text()
+
+
+@pytest.mark.parametrize("path", PYPROJECTS[1:], ids=relative)
+def test_what_a_wheel_asks_for_has_two_ends(path):
+    """A release that nobody tried is not let in unseen. Tools with stable interfaces need no upper end."""
+    project = tomllib.loads(path.read_text())["project"]
+    extras = project.get("optional-dependencies", {}).values()
+    for line in [*project["dependencies"], *(line for extra in extras for line in extra)]:
+        requirement = Requirement(line)
+        ends = {part.operator for part in requirement.specifier}
+        assert ends == ({">="} if requirement.name == "packaging" else {">=", "<"}), line
+
+
 def test_rooms_without_code_are_outside_the_workspace():
     excluded = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["uv"]["workspace"].get("exclude", []))
     rooms = {relative(path) for path in ROOT.glob("packages/*") if path.is_dir()}
@@ -133,3 +164,15 @@ def test_readme_example_runs():
     exec(compile(example, "README.md", "exec"), scope)
     assert scope["q"].shape == (4096, 5120)
     assert scope["q_t"].shape == (5120, 4096)
+
+
+def test_the_tests_named_in_their_readme_exist():
+    text = (ROOT / "tests/README.md").read_text()
+    named = NAMED_TEST.findall(text)
+    assert len(named) == text.count("::") > 0, "a name is not written as `tests/<file>.py::<test>`"
+    defined = {}
+    for file in {file for file, _ in named}:
+        body = ast.parse((ROOT / file).read_text()).body if (ROOT / file).is_file() else []
+        defined[file] = {node.name for node in body if isinstance(node, ast.FunctionDef)}
+    missing = [f"{file}::{test}" for file, test in named if not test.startswith("test_") or test not in defined[file]]
+    assert not missing, missing

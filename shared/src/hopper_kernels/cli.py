@@ -127,7 +127,7 @@ def _precompile(arguments: argparse.Namespace) -> int:
             faults[name] = f"{type(error).__name__}: {error}"
             failed = True
     if arguments.table and not failed:
-        precompile.write_table(arguments.table, compiled)
+        precompile.write_table(arguments.table, compiled, keep_others=bool(arguments.names))
     rows = [asdict(report) for report in compiled]
     if arguments.json:
         _print_json(rows + [{"kernel": name, "message": fault} for name, fault in faults.items()])

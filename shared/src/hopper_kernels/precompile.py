@@ -145,15 +145,24 @@ def compile_only_driver() -> Iterator[None]:
         driver.set_active(before)
 
 
-def write_table(path: str | os.PathLike, reports: Iterable[Report]) -> None:
-    """Write reports as JSON to keep under version control, with Triton's version. The times are left out."""
+def write_table(path: str | os.PathLike, reports: Iterable[Report], *, keep_others: bool = False) -> None:
+    """Write reports as JSON to keep under version control, with Triton's version. The times are left out.
+
+    keep_others: leave the entries of kernels that no report is of; ValueError if the file is of another Triton.
+    """
+    triton = importlib.metadata.version("triton")
     kernels: dict[str, dict] = {}
     for report in reports:
         entry = asdict(report)
         kernel, variant = entry.pop("kernel"), entry.pop("variant")
         del entry["seconds"]
         kernels.setdefault(kernel, {})[variant] = entry
-    table = {"triton": importlib.metadata.version("triton"), "kernels": kernels}
+    if keep_others and Path(path).exists():
+        old = json.loads(Path(path).read_text())
+        if old["triton"] != triton:
+            raise ValueError(f"{path} is of triton {old['triton']}, found {triton}: write it anew for all kernels")
+        kernels = {**old["kernels"], **kernels}
+    table = {"triton": triton, "kernels": kernels}
     Path(path).write_text(json.dumps(table, indent=2) + "\n")
 
 

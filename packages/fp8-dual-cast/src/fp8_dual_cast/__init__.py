@@ -1,7 +1,5 @@
 """One-pass row and transposed FP8 (e4m3) block cast of a bf16 matrix for Hopper, with optional inverse RoPE."""
 
-from importlib.metadata import version
-
 from hopper_kernels import KernelSpec
 
 from fp8_dual_cast.ops import (
@@ -12,7 +10,7 @@ from fp8_dual_cast.ops import (
     unsupported_shape_reason,
 )
 
-__version__ = version("fp8-dual-cast")
+__version__ = "0.1.0"
 
 SPEC = KernelSpec(
     name="fp8_dual_cast",

@@ -101,6 +101,9 @@ def per_token_cast_transposed(x: Tensor, *, use_ue8m0: bool = False) -> tuple[Te
 def unsupported_shape_reason(channels: int, head_dim: int | None = None, rope_dim: int | None = None) -> str | None:
     """Why `fp8_dual_cast` refuses matrices of this width (and rotation), or None if it takes them. For set-up time."""
     try:
+        checks.integer("channels", channels)
+        if rope_dim is not None:
+            checks.integer("rope_dim", rope_dim)
         if head_dim is not None:
             checks.integer("head_dim", head_dim, lo=2)
         _check_sizes(channels, head_dim or 0, rope_dim)
