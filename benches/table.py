@@ -1,4 +1,4 @@
-"""The plain text table of a bench's record."""
+"""A bench's record as a plain text table, and as the table of a package's README."""
 
 from __future__ import annotations
 
@@ -34,6 +34,21 @@ def text(record: dict[str, Any]) -> str:
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
     rows = ["  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
     return "\n".join([record["title"], "", *rows, "", *_notes(record), *_footer(record)])
+
+
+def markdown(record: dict[str, Any], state: str = "flushed") -> str:
+    """Median times in ms of every candidate, and rate and shares of ours, one line for each case."""
+    names = list(dict.fromkeys(entry["name"] for case in record["cases"] for entry in case["candidates"]))
+    lines = [["case", *(f"{name}, ms" for name in names), "rate", "of the ceiling", "of the copy"]]
+    lines.append(["---"] * len(lines[0]))
+    for case in record["cases"]:
+        entries = {entry["name"]: entry for entry in case["candidates"]}
+        times = [f"{entries[name][state]['median_ms']:.4f}" if state in entries.get(name, ()) else "" for name in names]
+        ours = next(entry[state] for entry in entries.values() if entry["ours"])
+        rate = f"{ours['rate']:.0f} {_UNITS[case['rate_unit']]}"
+        shares = [_percent(ours.get(name)) for name in ("share_of_ceiling", "share_of_same_size_copy")]
+        lines.append([case["label"], *times, rate, *shares])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _line(case: dict[str, Any], entry: dict[str, Any], state: str) -> list[str]:

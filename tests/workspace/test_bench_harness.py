@@ -281,6 +281,7 @@ def test_committed_figures_are_those_of_the_committed_code(path):
     for case in record["cases"]:
         assert all(entry["status"] == "verified" for entry in case["candidates"] if entry["ours"])
     assert (path.parents[1] / "plots" / f"{path.stem}.svg").exists()
+    assert table.markdown(record) in (ROOT / "packages" / bench.wheels[-1] / "README.md").read_text()
 
 
 def test_the_digest_sees_code_and_nothing_else(tmp_path, monkeypatch):
