@@ -80,7 +80,7 @@ def run(
         "quick": quick,
         "toy": not cuda,
         "device": machine.device_facts(device),
-        "versions": machine.versions(bench.wheels),
+        "versions": machine.versions(bench.wheels + bench.peers),
         "code": machine.code_digest(bench.wheels),
         "flush_bytes": L2Flush(device).nbytes if cuda else None,
     }

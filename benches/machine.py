@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from benches.timing import EventTimer, Sampler, percentile
+from benches.timing import median_ms, percentile
 
 _QUERY = {"sm_mhz": "clocks.sm", "memory_mhz": "clocks.mem", "power_w": "power.draw", "celsius": "temperature.gpu"}
 _COPY_BYTES = 1 << 30  # of each of the two buffers: far past any L2
@@ -37,7 +37,7 @@ def device_facts(device: torch.device) -> dict[str, object]:
 
 
 def versions(wheels: tuple[str, ...]) -> dict[str, str | None]:
-    """Versions of Python, PyTorch, CUDA, Triton, the driver and our wheels."""
+    """Versions of Python, PyTorch, CUDA, Triton, the driver and these wheels; None for what is not installed."""
     found: dict[str, str | None] = {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -159,17 +159,10 @@ def copy_ceiling(device: torch.device) -> float:
     """GB/s of a copy between two 1 GiB buffers, bytes read plus bytes written."""
     source = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device).random_()
     target = torch.empty_like(source)
-    return 2 * _COPY_BYTES / _median_ms(device, lambda: target.copy_(source)) / 1e6
+    return 2 * _COPY_BYTES / median_ms(device, lambda: target.copy_(source)) / 1e6
 
 
 def matmul_ceiling(device: torch.device) -> float:
     """TFLOP/s of a bf16 product of 8192^3 random values, a short burst."""
     a, b = (torch.randn(_MATMUL, _MATMUL, dtype=torch.bfloat16, device=device) for _ in range(2))
-    return 2 * _MATMUL**3 / _median_ms(device, lambda: torch.mm(a, b)) / 1e9
-
-
-def _median_ms(device: torch.device, call) -> float:
-    timers = {"ceiling": EventTimer(call, lambda: None, inner=1)}
-    sampler = Sampler(device)
-    sampler.sample(timers, rounds=5, per_batch=5)
-    return percentile(sampler.sample(timers, rounds=20, per_batch=20)["ceiling"], 0.5)
+    return 2 * _MATMUL**3 / median_ms(device, lambda: torch.mm(a, b)) / 1e9

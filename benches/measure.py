@@ -102,13 +102,12 @@ def _time(
         sampler = Sampler(device)
         per_batch = 1 if captured else max(1, min(count, int(50 / sum(estimates.values())), 40 // len(timers)))
         sampler.sample(timers, per_batch, per_batch)  # finds how long the host takes to queue a batch
-        sampler.starved = 0
+        sampler.starved.clear()
         for name, times in sampler.sample(timers, count, per_batch).items():
             by_name[name][state] = {**statistics_of(times), "graph": timers[name].graph}
-        if sampler.starved:
-            progress(f"{state}: {sampler.starved} batches waited for the host; their times include launches")
-            for name in timers:
-                by_name[name][state]["starved_batches"] = sampler.starved
+        for name, waited in sampler.starved.items():
+            progress(f"{state}: {waited} calls of {name} waited for the host; their times include launches")
+            by_name[name][state]["starved_calls"] = waited
 
 
 def _warm_up(calls: dict[str, Call], flush: Call, device: torch.device, seconds: float = 0.3) -> dict[str, float]:
@@ -152,7 +151,7 @@ def add_shares(record: dict[str, Any]) -> None:
                     figures["share_of_ceiling"] = figures["rate"] / ceiling
                     figures["times_floor"] = figures["median_ms"] * scale * ceiling / case["work"]
                 if state in copy:
-                    copy_rate = case["work"] / copy[state]["median_ms"] / scale
+                    copy_rate = copy["work"] / copy[state]["median_ms"] / scale
                     figures["share_of_same_size_copy"] = figures["rate"] / copy_rate
 
 

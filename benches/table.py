@@ -23,6 +23,7 @@ def text(record: dict[str, Any]) -> str:
         "of copy",
         "x floor",
         "timed by",
+        "host us",
     ]
     lines = [head] + [
         _line(case, entry, state)
@@ -59,7 +60,8 @@ def _line(case: dict[str, Any], entry: dict[str, Any], state: str) -> list[str]:
     timed = {"host": "host clock"}.get(state, "graph" if figures["graph"] else "events")
     name = ("* " if entry["ours"] else "  ") + entry["name"]
     unit = _UNITS[case["rate_unit"]]
-    return [case["label"], name, state, *times, f"{figures['rate']:.1f}", unit, *shares, floor, timed]
+    host = f"{entry['host_us']:.0f}" if "host_us" in entry else "-"
+    return [case["label"], name, state, *times, f"{figures['rate']:.1f}", unit, *shares, floor, timed, host]
 
 
 def _percent(share: float | None) -> str:
@@ -77,11 +79,17 @@ def _notes(record: dict[str, Any]) -> list[str]:
                 notes.append(f"{where}: not the same recipe ({entry['tolerance']}): {entry['note']}")
             if "graph_problem" in entry:
                 notes.append(f"{where}: {entry['graph_problem']}")
+            notes += [
+                f"{where}, {state}: {entry[state]['starved_calls']} calls waited for the host, so launches count"
+                for state in _STATES
+                if "starved_calls" in entry.get(state, ())
+            ]
     return notes
 
 
 def _footer(record: dict[str, Any]) -> list[str]:
-    lines = ["* ours. rate: own bytes or operations; x floor: time over the case's least work at the ceiling."]
+    lines = ["* ours. rate: own bytes or operations; x floor: time over the case's least work at the ceiling;"]
+    lines.append("host us: what the host spends in a call, autograd included.")
     if record["toy"]:
         return [*lines, "CPU, toy sizes, the definitions: no figures to quote."]
     ceilings = ", ".join(f"{one['mean']:.0f} {_UNITS[unit]}" for unit, one in record["ceilings"].items())

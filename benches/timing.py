@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 
 import torch
@@ -127,30 +128,45 @@ class Sampler:
 
     On a GPU every batch begins with a sleep kernel long enough for the host to queue the whole batch behind it, so
     that no event waits for the host. A batch during which the sleep ended too early is measured again with a longer
-    one; `starved` counts the batches whose times were kept although that never helped.
+    one; if that does not help, batches get shorter, since a stream takes only about a thousand launches ahead and a
+    call in plain PyTorch may have hundreds. `starved` counts, by name, the calls whose times were kept although they
+    waited even when alone.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self._lead_s = 0.005
-        self.starved = 0
+        self._most: int | None = None  # calls in a batch that the host can queue, once that is known
+        self.starved: Counter[str] = Counter()
 
     def sample(self, timers: dict[str, Timer], rounds: int, per_batch: int = 1) -> dict[str, list[float]]:
         """Times in ms by name, at least `rounds` enqueues of each timer. `per_batch` must be 1 with a GraphTimer."""
         times: dict[str, list[float]] = {name: [] for name in timers}
         names = list(timers)
         for first in range(0, rounds, per_batch):
-            batch = [names[r % len(names) :] + names[: r % len(names)] for r in range(first, first + per_batch)]
-            queue = [timers[name] for order in batch for name in order]
-            for attempt in (1, 2, 3):
-                starved = self._run(queue)
-                measured = {name: timer.read() for name, timer in timers.items()}
-                if not starved or attempt == 3:
-                    break
-            self.starved += starved
-            for name, values in measured.items():
-                times[name] += values
+            rotations = (r % len(names) for r in range(first, first + per_batch))
+            queue = [name for shift in rotations for name in names[shift:] + names[:shift]]
+            while queue:
+                part = queue[: self._most]
+                measured, starved = self._measure(part, timers)
+                if starved and len(part) > 1:
+                    self._most = len(part) // 2
+                    continue
+                if starved:
+                    self.starved.update(part)
+                for name, values in measured.items():
+                    times[name] += values
+                del queue[: len(part)]
         return times
+
+    def _measure(self, batch: list[str], timers: dict[str, Timer]) -> tuple[dict[str, list[float]], bool]:
+        """Times of these calls, and whether the host fell behind in all of three attempts."""
+        for _ in range(3):
+            starved = self._run([timers[name] for name in batch])
+            measured = {name: timers[name].read() for name in dict.fromkeys(batch)}
+            if not starved:
+                break
+        return measured, starved
 
     def _run(self, queue: list[Timer]) -> bool:
         if not self._cuda:
@@ -171,12 +187,23 @@ class Sampler:
         return starved
 
 
-def host_microseconds(call: Call, calls: int = 20) -> float:
-    """Median time that the host spends in `call`, in microseconds, with the GPU asleep so that nothing blocks."""
-    torch.cuda.synchronize()
-    torch.cuda._sleep(int(0.02 * _CYCLES_PER_S))
+def median_ms(device: torch.device, call: Call) -> float:
+    """Median GPU time of a call in ms, of 20 after 5 more."""
+    timers = {"call": EventTimer(call, lambda: None, inner=1)}
+    sampler = Sampler(device)
+    sampler.sample(timers, rounds=5, per_batch=5)
+    return percentile(sampler.sample(timers, rounds=20, per_batch=20)["call"], 0.5)
+
+
+def host_microseconds(call: Call, calls: int = 10) -> float:
+    """Median time that the host spends in `call`, in microseconds.
+
+    Each call comes behind a sleep kernel of 20 ms and nothing else: neither the GPU nor a full queue holds it up.
+    """
     times = []
     for _ in range(calls):
+        torch.cuda.synchronize()
+        torch.cuda._sleep(int(0.02 * _CYCLES_PER_S))
         start = time.perf_counter()
         call()
         times.append(1e6 * (time.perf_counter() - start))

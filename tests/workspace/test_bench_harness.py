@@ -51,17 +51,48 @@ def test_rounds_interleave_and_each_starts_with_another_candidate():
     assert times == {name: [2.0] * 4 for name in "abc"}
 
 
-@pytest.mark.parametrize(("waited", "starved", "kept"), [([True, False], 0, 1), ([True] * 3, 1, 1)])
-def test_a_batch_that_waited_for_the_host_is_measured_again(monkeypatch, waited, starved, kept):
-    answers, sleeps = iter(waited), []
-    event = SimpleNamespace(record=lambda: None, query=lambda: next(answers))
+def _fake_queue(monkeypatch, waited) -> list[int]:
+    """Has `torch.cuda` answer whether a batch waited for the host; returns the list of sleeps to come."""
+    sleeps: list[int] = []
+    event = SimpleNamespace(record=lambda: None, query=waited)
     monkeypatch.setattr(torch.cuda, "Event", lambda **_: event)
     monkeypatch.setattr(torch.cuda, "_sleep", sleeps.append)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    return sleeps
+
+
+@pytest.mark.parametrize(("waited", "starved", "kept"), [([True, False], {}, 1), ([True] * 3, {"a": 1}, 1)])
+def test_a_batch_that_waited_for_the_host_is_measured_again(monkeypatch, waited, starved, kept):
+    answers = iter(waited)
+    sleeps = _fake_queue(monkeypatch, lambda: next(answers))
     sampler = timing.Sampler(torch.device("cuda"))
     times = sampler.sample({"a": Recorder("a", [])}, rounds=1)
     assert (sampler.starved, len(times["a"]), len(sleeps)) == (starved, kept, len(waited))
     assert sleeps == sorted(set(sleeps))
+
+
+def test_batches_that_the_host_cannot_queue_get_shorter(monkeypatch):
+    """A queue that takes three calls, one of which ("b") is too long even when alone."""
+    log: list[str] = []
+    timers = {name: Recorder(name, log) for name in "abc"}
+    done = 0
+
+    def waited() -> bool:
+        nonlocal done
+        batch, done = log[done:], len(log)
+        return len(batch) > 3 or batch == ["b"]
+
+    _fake_queue(monkeypatch, waited)
+    sampler = timing.Sampler(torch.device("cuda"))
+    times = sampler.sample(timers, rounds=4, per_batch=4)
+    assert "".join(log[:36]) == 3 * "abcbcacababc"
+    assert "".join(log[36:54]) == 3 * "abcbca"
+    assert "".join(log[54:]) == "abcbcacababc"
+    assert {name: sum(values) for name, values in times.items()} == {"a": 4.0, "b": 4.0, "c": 4.0}
+    assert not sampler.starved
+    sampler.sample({"b": timers["b"], "c": timers["c"]}, rounds=1)
+    assert sampler.sample({"b": timers["b"]}, rounds=2) == {"b": [1.0, 1.0]}
+    assert sampler.starved == {"b": 2}
 
 
 def _toy(verify=None, device=CPU) -> harness.Bench:
@@ -100,6 +131,22 @@ def test_wrong_and_absent_candidates_are_reported_and_not_timed():
     text = table.text(record)
     assert "100, triple: WRONG, not timed: not twice the input" in text
     assert "no figures to quote" in text
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "buffer"),
+    [(800, 4096), (16384, 8192), (16385, 12288), ((128 << 20) - 2, 64 << 20), ((128 << 20) + 2, 66 << 20)],
+)
+def test_a_copy_is_of_a_length_that_the_driver_copies_fast(nbytes, buffer):
+    inputs = SimpleNamespace(x=torch.zeros(1))
+    candidate = harness.copy_candidate(nbytes)
+    assert candidate.work == 2 * buffer
+    source, target, name = candidate.prepare(inputs)()
+    assert (source.numel(), target.numel(), name) == (buffer, buffer, "copy_")
+    assert candidate.verify(inputs, (source, target, name)) == "equal, by copy_"
+    target[-1] += 1
+    with pytest.raises(AssertionError, match="the copy differs"):
+        candidate.verify(inputs, (source, target, name))
 
 
 class FakeTimer:
@@ -193,6 +240,7 @@ def _gpu_record() -> dict:
 
     entries = [entry("one pass", 0.5, 10**9, True), entry("two", 0.75, 1.5e9), entry(harness.COPY, 0.4, 10**9)]
     case = {"label": "8 x 8, RoPE", "work": 10**9, "unit": "bytes", "clocks": None, "candidates": entries}
+    entries[0]["host_us"] = 250.4
     record = {"bench": "toy", "title": "Toy", "toy": False, "cases": [case], "device": {"name": "GPU"}, "versions": {}}
     record["clocks"] = {"during": {"sm_mhz": 1980.0, "power_w": 400.0}}
     record["ceilings"] = {"gb_per_s": {"before": 3900.0, "after": 4100.0, "mean": 4000.0}}
@@ -215,7 +263,9 @@ def test_table_and_plot_of_a_gpu_record(tmp_path):
     assert "sm_mhz 1980" in text
     assert "8 x 8, RoPE  * one pass" in text
     line = next(line for line in text.splitlines() if "* one pass" in line and "flushed" in line)
-    assert " ".join(line.split("flushed")[1].split()) == "0.5000 0.4500 0.6000 2000.0 GB/s 50.0 % 80.0 % 2.00 events"
+    assert (
+        " ".join(line.split("flushed")[1].split()) == "0.5000 0.4500 0.6000 2000.0 GB/s 50.0 % 80.0 % 2.00 events 250"
+    )
     plotting.draw(record, tmp_path / "toy.svg")
     drawn = (tmp_path / "toy.svg").read_text()
     assert drawn.startswith("<?xml")
@@ -258,6 +308,15 @@ class TestOnDevice:
         events, graph = (timing.percentile(times[name], 0.5) for name in ("events", "graph"))
         assert events == pytest.approx(graph, rel=0.2)
         assert 0.01 < graph < 1.0
+
+    @pytest.mark.parametrize("nbytes", [4096, 12288, 66 << 20])
+    def test_copy_kernel(self, nbytes):
+        from benches.peers.plain_copy import copy_into
+
+        source = torch.randint(256, (nbytes,), dtype=torch.uint8, device="cuda")
+        target = torch.zeros_like(source)
+        copy_into(source, target)
+        assert torch.equal(source, target)
 
     def test_toy_bench(self, tmp_path):
         assert harness.main(_toy(device="cuda"), ["--output", str(tmp_path), "--quick"]) == 0

@@ -1,0 +1,162 @@
+"""What the host side launches, with which tensors, on CPU tensors: the launches are recorded and not run."""
+
+import itertools
+
+import pytest
+import torch
+from hopper_kernels.launcher import Launch
+from mhc_projection import launch
+
+from tests.mhc_projection import inputs
+from tests.mhc_projection.inputs import HC_EPS, ITERS, RMS_EPS
+
+pytest.importorskip("triton")
+BF16 = torch.bfloat16
+CHUNK = launch.CHUNK
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """The launches, in order; they do nothing."""
+    seen = []
+    monkeypatch.setattr(Launch, "run", lambda one: seen.append(one))
+    return seen
+
+
+def names(launches):
+    return [one.kernel.__name__.removesuffix("_kernel") for one in launches]
+
+
+def saved(t, n=24):
+    tokens = t.x.shape[0]
+    return torch.empty(n, tokens), torch.empty(tokens)
+
+
+def gate_gradients(tokens, hc=4):
+    return [torch.empty(tokens, *shape) for shape in ((hc,), (hc,), (hc, hc))]
+
+
+@pytest.mark.parametrize("with_pre_mix", [True, False])
+def test_forwards(launches, with_pre_mix):
+    t = inputs.operands(5)
+    pre_mix = t.pre_mix if with_pre_mix else None
+    launch.projection_forward(t.x, t.weight, pre_mix, RMS_EPS)
+    launch.gates_forward(torch.empty(5, 24), t.scale, t.base, 4, ITERS, HC_EPS)
+    assert names(launches) == ["projection", "finish", "gates"]
+    launches.clear()
+    pre, post, comb, collapsed, mixes, rstd = launch.hyper_connection_forward(*t[:4], pre_mix, RMS_EPS, HC_EPS, ITERS)
+    assert names(launches) == ["projection", "gates"]
+    assert [tuple(r.shape) for r in (pre, post, comb, mixes, rstd)] == [(5, 4), (5, 4), (5, 4, 4), (24, 5), (5,)]
+    assert tuple(collapsed.shape) == ((5, 64) if with_pre_mix else (0,))
+    projection, gates = launches
+    assert projection.options["COLLAPSE"] == with_pre_mix
+    assert gates.options["FINISH"]
+    assert (gates.options["HC"], gates.options["ITERS"]) == (4, ITERS)
+    assert any(a is mixes for a in gates.args)
+
+
+def expected_backward(gates, collapsed, tokens, needs):
+    """Kernels of `hyper_connection_backward`."""
+    need_x, need_weight, need_pre_mix = needs
+    wanted = ["gates_backward", "gate_parameters"] if gates else []
+    need_weight, need_pre_mix = need_weight and gates, need_pre_mix and collapsed
+    if (gates or collapsed) and (need_x or need_weight or need_pre_mix):
+        wanted += ["projection_backward"] + ["sum"] * ((need_weight and tokens > CHUNK) + need_pre_mix)
+    return wanted
+
+
+@pytest.mark.parametrize("tokens", [5, CHUNK, CHUNK + 1])
+def test_backwards(launches, tokens):
+    """Only what is needed and flows; a sum of the weight's parts from the second chunk of tokens on."""
+    t = inputs.operands(tokens, 4, 8)
+    g_c, addend = torch.empty(tokens, 8, dtype=BF16), torch.empty_like(t.x)
+    for gates, collapsed, with_addend in itertools.product((True, False), repeat=3):
+        for needs in itertools.product((True, False), repeat=3):
+            launches.clear()
+            grads = [None] * 3 if not gates else gate_gradients(tokens)
+            given = (*grads, g_c if collapsed else None, addend if with_addend else None)
+            found = launch.hyper_connection_backward(*t, *saved(t), *given, HC_EPS, ITERS, *needs)
+            assert names(launches) == expected_backward(gates, collapsed, tokens, needs)
+            shapes = [v.shape if need else (0,) for v, need in zip(t, (*needs[:2], True, True, needs[2]), strict=True)]
+            assert [g.shape for g in found] == shapes
+            for one in launches:
+                if names([one]) == ["projection_backward"]:
+                    flags = ("PROJECTION", "COLLAPSE", "NEED_X", "NEED_WEIGHT", "NEED_PRE_MIX", "ADDEND")
+                    wanted = (gates, collapsed, needs[0], needs[1] and gates, needs[2] and collapsed)
+                    assert tuple(one.options[f] for f in flags) == (*wanted, needs[0] and with_addend)
+
+
+def test_the_backward_of_the_projection_prepares_first(launches):
+    t = inputs.operands(5)
+    mixes, grad_mixes = torch.empty(5, 24), torch.empty(5, 24)
+    g_c = torch.empty(5, 64, dtype=BF16)
+    for given, wanted in (
+        ((grad_mixes, g_c), ["prepare", "projection_backward", "sum"]),
+        ((grad_mixes, None), ["prepare", "projection_backward"]),
+        ((None, g_c), ["projection_backward", "sum"]),
+        ((None, None), []),
+    ):
+        launches.clear()
+        launch.projection_backward(t.x, t.weight, t.pre_mix, mixes, torch.empty(5), *given, None)
+        assert names(launches) == wanted
+
+
+def test_what_does_not_flow_is_zero_without_a_kernel(launches):
+    """And without gradients x gets the addend's bits, in memory of its own."""
+    t = inputs.operands(5)
+    addend = torch.tensor([-0.0, float("nan")]).to(BF16).repeat(640).view(5, 4, 64)
+    found = launch.hyper_connection_backward(*t, *saved(t), None, None, None, None, addend, HC_EPS, ITERS)
+    assert not launches
+    assert found[0].data_ptr() != addend.data_ptr()
+    assert torch.equal(found[0].view(torch.int16), addend.view(torch.int16))
+    assert not any(g.any() for g in found[1:])
+    found = launch.hyper_connection_backward(*t, *saved(t), None, None, None, None, None, HC_EPS, ITERS)
+    assert not any(g.any() for g in found)
+
+
+def test_no_tokens_launch_nothing(launches):
+    t = inputs.operands(0)
+    launch.projection_forward(t.x, t.weight, t.pre_mix, RMS_EPS)
+    launch.gates_forward(torch.empty(0, 24), t.scale, t.base, 4, ITERS, HC_EPS)
+    results = launch.hyper_connection_forward(*t, RMS_EPS, HC_EPS, ITERS)
+    assert [tuple(r.shape) for r in results] == [(0, 4), (0, 4), (0, 4, 4), (0, 64), (24, 0), (0,)]
+    g_c = torch.empty(0, 64, dtype=BF16)
+    mixes, rstd = torch.empty(0, 24), torch.empty(0)
+    grads = [
+        launch.hyper_connection_backward(*t, mixes.t(), rstd, *gate_gradients(0), g_c, None, HC_EPS, ITERS),
+        launch.projection_backward(t.x, t.weight, t.pre_mix, mixes, rstd, mixes, g_c, None),
+        launch.gates_backward(mixes, t.scale, t.base, *gate_gradients(0), 4, ITERS, HC_EPS),
+    ]
+    assert not launches
+    assert [g.shape for g in grads[0]] == [v.shape for v in t]
+    assert not any(g.any() for group in grads for g in group)
+
+
+@pytest.mark.parametrize("name", [*inputs.STRIDES, "all streams alike", "all tokens alike", "one value"])
+def test_streams_reach_the_kernel_contiguous_and_aligned(name, launches):
+    """In place where they are so already."""
+    x = inputs.operands(9).x
+    x = inputs.STRIDES[name](x) if name in inputs.STRIDES else inputs.broadcasts(9, 4, 64)[name]
+    t = inputs.operands(9)
+    launch.hyper_connection_forward(x, *t[1:], RMS_EPS, HC_EPS, ITERS)
+    base = launches[0].args[0].base
+    assert base.is_contiguous()
+    assert base.data_ptr() % 16 == 0
+    assert torch.equal(base, x)
+    launch.hyper_connection_forward(t.x, *t[1:], RMS_EPS, HC_EPS, ITERS)
+    assert launches[2].args[0].base is t.x
+
+
+@pytest.mark.parametrize(("hc", "group"), [(1, 1), (2, 2), (3, 3), (4, 4), (5, 1), (6, 3), (7, 1), (8, 4)])
+def test_groups_of_streams_divide_them(hc, group):
+    assert launch._group(hc) == group
+
+
+def test_the_splits_of_the_forward_do_not_depend_on_the_tokens(launches):
+    """A token's bits are the same in any batch."""
+    for d, splits in ((8, 1), (320, 1), (960, 2), (4096, 6), (5120, 8), (7168, 11)):
+        for tokens in (1, 130):
+            launches.clear()
+            launch.projection_forward(torch.empty(tokens, 4, d, dtype=BF16), torch.empty(24, 4 * d), None, RMS_EPS)
+            projection, finish = launches
+            assert projection.args[-1] == finish.args[-1] == splits, d
