@@ -62,7 +62,7 @@ def code_digest(wheels: tuple[str, ...]) -> str:
     digest = hashlib.sha256()
     for wheel in wheels:
         root = Path(importlib.util.find_spec(wheel.replace("-", "_")).origin).parent
-        for pattern in ("launch.py", "*_device.py", "kernels/*.py"):
+        for pattern in ("plan.py", "launch.py", "*_device.py", "kernels/*.py"):
             for path in sorted(root.glob(pattern)):
                 digest.update(f"{wheel}/{path.name}:{_code(path)}\n".encode())
     return digest.hexdigest()[:16]

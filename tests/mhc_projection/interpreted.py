@@ -10,7 +10,7 @@ import math
 import traceback
 
 import torch
-from mhc_projection import launch, reference
+from mhc_projection import launch, plan, reference
 from mhc_projection.arguments import MAX_LOGITS, logits
 from torch import Tensor
 
@@ -67,7 +67,7 @@ def parts_of(x: Tensor, weight: Tensor, splits: int) -> tuple[Tensor, Tensor]:
     ranges = [(i * x.shape[2] // splits, (i + 1) * x.shape[2] // splits) for i in range(splits)]
     products = [torch.einsum("tic,nic->nt", flat[..., a:b], w[..., a:b]) for a, b in ranges]
     squares = [flat[..., a:b].square().sum((1, 2)) for a, b in ranges]
-    return tailed(torch.stack(products).float()), tailed((torch.stack(squares) * launch.SQUARES_SCALE).float())
+    return tailed(torch.stack(products).float()), tailed((torch.stack(squares) * plan.SQUARES_SCALE).float())
 
 
 def projected(tokens: int, hc: int, d: int, n: int) -> tuple[Tensor, Tensor]:
@@ -78,7 +78,7 @@ def check_finish() -> None:
     for tokens, hc, d, n, splits in PROJECTIONS:
         x, weight = projected(tokens, hc, d, n)
         results = outputs((tokens, n), (tokens,))
-        launch._finish(*parts_of(x, weight, splits), *tensors(results), 1e-20, hc * d).run()
+        plan.finish(*parts_of(x, weight, splits), *tensors(results), 1e-20, hc * d).run()
         expected = reference.projection_forward(x.double(), weight, None, 1e-20)
         assert_all_near(f"{tokens} x {hc} x {d}, {n}", tensors(results), expected[:2], FP32)
         for result in results:
@@ -89,12 +89,12 @@ def check_finish_of_odd_tokens() -> None:
     """All zeros, where eps counts; squares that overflow; NaN and infinity, which stay in their token."""
     x, weight = projected(33, 2, 16, 8)
     clean = torch.empty(33, 8), torch.empty(33)
-    launch._finish(*parts_of(x, weight, 2), *clean, 1e-20, 32).run()
+    plan.finish(*parts_of(x, weight, 2), *clean, 1e-20, 32).run()
     odd = {3: 0.0, 7: 1e20, 11: NAN, 32: INF}
     for token, value in odd.items():
         x[token] = value
     found = torch.empty(33, 8), torch.empty(33)
-    launch._finish(*parts_of(x, weight, 2), *found, 1e-20, 32).run()
+    plan.finish(*parts_of(x, weight, 2), *found, 1e-20, 32).run()
     assert abs(found[1][3].item() / 1e10 - 1) < FP32
     assert not found[0][3].any()
     assert found[1][7] == 0
@@ -128,14 +128,14 @@ def check_prepare() -> None:
         mixes, rstd, grad = (random(*s, seed=n) for s in ((tokens, n), (tokens,), (tokens, n)))
         mixes, grad = tailed(mixes), tailed(grad)
         q, coef = guarded((tokens, 2 * MAX_LOGITS), BF16), guarded((tokens,), torch.float32)
-        launch._prepare(mixes, rstd, grad, q.tensor, coef.tensor, hc * d).run()
+        plan.prepare(mixes, rstd, grad, q.tensor, coef.tensor, hc * d).run()
         wanted = expected_q(rstd, grad, mixes, hc * d)
         assert_q(f"{tokens}, {n}", q.tensor, coef.tensor, wanted, FP32)
         q.check()
         coef.check()
         clean = q.tensor.clone(), coef.tensor.clone()
         grad[tokens // 2, n // 2] = NAN
-        launch._prepare(mixes, rstd, grad, q.tensor, coef.tensor, hc * d).run()
+        plan.prepare(mixes, rstd, grad, q.tensor, coef.tensor, hc * d).run()
         others = [t for t in range(tokens) if t != tokens // 2]
         assert_same_bytes(q.tensor[others], clean[0][others], "q")
         assert_same_bytes(coef.tensor[others], clean[1][others], "coef")
@@ -147,7 +147,7 @@ def check_sum() -> None:
         part = tailed(random(parts, rows, columns, seed=parts))
         for transpose in (False, True):
             out = guarded((columns, rows) if transpose else (rows, columns), torch.float32)
-            launch._sum(part, out.tensor, transpose=transpose).run()
+            plan.sum_parts(part, out.tensor, transpose=transpose).run()
             expected = part.double().sum(0)
             assert_near(f"{parts} parts", out.tensor, expected.t() if transpose else expected, FP32)
             out.check()
@@ -178,7 +178,7 @@ def check_gates() -> None:
         for narrow in (False, True):
             used = [p.to(BF16) for p in parameters] if narrow else parameters
             results = outputs(*gate_shapes(tokens, hc))
-            launch._gates(None, None, mixes, None, *used, tensors(results), 0, eps, 1, iters).run()
+            plan.gates(None, None, mixes, None, *used, tensors(results), 0, eps, 1, iters).run()
             expected = reference.gates_forward(mixes.double(), *doubles(used), hc, iters, eps)
             assert_all_near(f"{tokens} x {hc}, {iters}, {eps}", tensors(results), expected, FP32)
             for result in results:
@@ -207,7 +207,7 @@ def check_gates_from_parts() -> None:
         x, weight = projected(tokens, hc, d, n)
         parts, parameters = parts_of(x, weight, splits), parameters_of(hc)
         gates, saved = outputs(*gate_shapes(tokens, hc)), outputs((n, tokens), (tokens,))
-        launch._gates(*parts, *tensors(saved), *parameters, tensors(gates), 1e-20, eps, hc * d, iters).run()
+        plan.gates(*parts, *tensors(saved), *parameters, tensors(gates), 1e-20, eps, hc * d, iters).run()
         name = f"{tokens} x {hc}, {iters}, {eps}, {splits}"
         wide = x.double(), weight, *doubles(parameters), None
         expected = reference.hyper_connection_forward(*wide, 1e-20, eps, iters)
@@ -216,7 +216,7 @@ def check_gates_from_parts() -> None:
         for result in (*gates, *saved):
             result.check()
         mixes, rstd = torch.empty(tokens, n), torch.empty(tokens)
-        launch._finish(*parts, mixes, rstd, 1e-20, hc * d).run()
+        plan.finish(*parts, mixes, rstd, 1e-20, hc * d).run()
         assert_same_bytes(saved[0].tensor, mixes.t(), "mixes", strides=False)
         assert_same_bytes(saved[1].tensor, rstd, "rstd")
         for got, want in zip(tensors(gates), launch.gates_forward(mixes, *parameters, hc, iters, eps), strict=True):
@@ -224,7 +224,7 @@ def check_gates_from_parts() -> None:
 
 
 def part_shapes(tokens: int, n: int) -> list[tuple[int, ...]]:
-    return [tuple(t.shape) for t in launch._parts(torch.empty(0), tokens, n)]
+    return [tuple(t.shape) for t in plan.parameter_parts(torch.empty(0), tokens, n)]
 
 
 def check_gates_backward() -> None:
@@ -232,11 +232,11 @@ def check_gates_backward() -> None:
         n = logits(hc)
         (mixes, *parameters), grads = gate_operands(tokens, hc), gate_gradients(tokens, hc)
         grad_mixes, parts = guarded((tokens, n), torch.float32), outputs(*part_shapes(tokens, n))
-        launch._gates_backward(
+        plan.gates_backward(
             *(mixes, None, *parameters, grads, grad_mixes.tensor, None, None, tensors(parts), eps, 1, iters)
         ).run()
         grad_scale, grad_base = outputs((3,), (n,))
-        launch._parameters(*tensors(parts), grad_base.tensor, grad_scale.tensor, hc).run()
+        plan.gate_parameters(*tensors(parts), grad_base.tensor, grad_scale.tensor, hc).run()
         found = [t.tensor for t in (grad_mixes, grad_scale, grad_base)]
         expected = reference.gates_backward(mixes.double(), *doubles(parameters), *doubles(grads), hc, iters, eps)
         name = f"{tokens} x {hc}, {iters}, {eps}"
@@ -269,7 +269,7 @@ def check_gates_backward_for_the_projection() -> None:
         q, coef = guarded((tokens, 2 * MAX_LOGITS), BF16), guarded((tokens,), torch.float32)
         parts = outputs(*part_shapes(tokens, n))
         by_logit = tailed(mixes.t())
-        launch._gates_backward(
+        plan.gates_backward(
             *(by_logit, rstd, *parameters, grads, None, q.tensor, coef.tensor, tensors(parts), eps, width, iters)
         ).run()
         grad_mixes, *_ = reference.gates_backward(mixes.double(), *doubles(parameters), *doubles(grads), hc, iters, eps)
@@ -278,7 +278,7 @@ def check_gates_backward_for_the_projection() -> None:
         for result in (q, coef, *parts):
             result.check()
         other, grad = [torch.empty(shape) for shape in part_shapes(tokens, n)], torch.empty(tokens, n)
-        launch._gates_backward(mixes, None, *parameters, grads, grad, None, None, other, eps, 1, iters).run()
+        plan.gates_backward(mixes, None, *parameters, grads, grad, None, None, other, eps, 1, iters).run()
         for got, want in zip(tensors(parts), other, strict=True):
             assert_same_bytes(got, want, "sums over tokens")
 
@@ -289,7 +289,7 @@ def check_parameters() -> None:
         n = logits(hc)
         base, scale = (tailed(random(n, parts, seed=seed)) for seed in (hc, parts))
         grad_base, grad_scale = outputs((n,), (3,))
-        launch._parameters(base, scale, grad_base.tensor, grad_scale.tensor, hc).run()
+        plan.gate_parameters(base, scale, grad_base.tensor, grad_scale.tensor, hc).run()
         sections = scale.double().sum(1).split((hc, hc, hc * hc))
         name = f"{hc}, {parts} parts"
         assert_near(name, grad_base.tensor, base.double().sum(1), 2e-6)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from mhc_projection import launch
+from mhc_projection import plan
 
 from tests.mhc_projection import inputs, on_gpu
 from tests.support.compare import assert_same_bytes
@@ -82,13 +82,13 @@ def test_the_grid_changes_no_bit(sizes, streams, monkeypatch, poison):
     tokens, hc, d, n = sizes
     t = on_gpu.operands(tokens, hc, d, n=n)
     c = on_gpu.cotangents(t, *on_gpu.PROJECTION, *(["streams"] if streams else []))
-    wanted, grids, make = on_gpu.projection(t, c), [], launch._projection_backward
+    wanted, grids, make = on_gpu.projection(t, c), [], plan.projection_backward
 
     def with_grid(*args):
         grids.append(programs)
         return make(*args)._replace(grid=(programs,))
 
-    monkeypatch.setattr(launch, "_projection_backward", with_grid)
+    monkeypatch.setattr(plan, "projection_backward", with_grid)
     for programs in (1, 7, 132, 400):
         poison("nan")
         on_gpu.assert_same(on_gpu.projection(t, c), wanted, f"{programs} programs")
@@ -98,10 +98,10 @@ def test_the_grid_changes_no_bit(sizes, streams, monkeypatch, poison):
 
 def test_the_gradient_of_the_weight_is_the_sum_of_its_chunks():
     """Bit for bit for two of them: what CHUNK tokens give does not depend on those beside them."""
-    t = on_gpu.operands(launch.CHUNK + 77, 4, 72)
+    t = on_gpu.operands(plan.CHUNK + 77, 4, 72)
     c = on_gpu.cotangents(t, "mixes")
     whole = on_gpu.projection(t, c)["grad_weight"]
-    first, second = slice(launch.CHUNK), slice(launch.CHUNK, None)
+    first, second = slice(plan.CHUNK), slice(plan.CHUNK, None)
     parts = [on_gpu.projection(*on_gpu.rows(t, c, index))["grad_weight"] for index in (first, second)]
     assert_same_bytes(whole, parts[0] + parts[1])
 

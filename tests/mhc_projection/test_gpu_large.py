@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from mhc_projection import launch, reference
+from mhc_projection import plan, reference
 
 from tests.mhc_projection import inputs, on_gpu
 from tests.mhc_projection.inputs import HC_EPS, ITERS, RMS_EPS
@@ -82,7 +82,7 @@ def test_more_than_two_billion_elements(name, streams):
 @pytest.mark.parametrize("hc", [1, 4])
 def test_more_than_65536_tiles_of_tokens(hc):
     """One token more than 2**16 tiles hold, also in the kernels of the gates and of the sums."""
-    tokens = 2**16 * launch.FORWARD_TOKENS + 1
+    tokens = 2**16 * plan.FORWARD_TOKENS + 1
     t, c = large(tokens, hc, 8)
     for function, names in ((on_gpu.projection, on_gpu.PROJECTION), (on_gpu.connection, on_gpu.CONNECTION)):
         chosen = {key: c[key] for key in (*names, "streams")}
@@ -93,7 +93,7 @@ def test_more_than_65536_tiles_of_tokens(hc):
 
 
 def test_more_than_65536_programs_of_the_gates():
-    tokens = 2**16 * launch.GATES["TOKENS"] + 1
+    tokens = 2**16 * plan.GATES["TOKENS"] + 1
     mixes = torch.randn(tokens, 3, device=on_gpu.DEVICE)
     t, c = large(1, 1, 8)
     c = {"pre": mixes[:, :1].clone(), "post": mixes[:, 1:2].clone(), "comb": mixes[:, 2:, None].clone()}

@@ -5,14 +5,14 @@ import itertools
 import pytest
 import torch
 from hopper_kernels.launcher import Launch
-from mhc_projection import launch
+from mhc_projection import launch, plan
 
 from tests.mhc_projection import inputs
 from tests.mhc_projection.inputs import HC_EPS, ITERS, RMS_EPS
 
 pytest.importorskip("triton")
 BF16 = torch.bfloat16
-CHUNK = launch.CHUNK
+CHUNK = plan.CHUNK
 
 
 @pytest.fixture
@@ -149,7 +149,7 @@ def test_streams_reach_the_kernel_contiguous_and_aligned(name, launches):
 
 @pytest.mark.parametrize(("hc", "group"), [(1, 1), (2, 2), (3, 3), (4, 4), (5, 1), (6, 3), (7, 1), (8, 4)])
 def test_groups_of_streams_divide_them(hc, group):
-    assert launch._group(hc) == group
+    assert plan.group_size(hc) == group
 
 
 def test_the_splits_of_the_forward_do_not_depend_on_the_tokens(launches):

@@ -7,6 +7,7 @@ from mhc_projection import reference, selfcheck
 
 CPU = torch.device("cpu")
 CASES = selfcheck.cases(CPU)
+STREAMS = "hyper_connection_streams"
 each_case = pytest.mark.parametrize("case", CASES, ids=[case.label for case in CASES])
 OUTPUTS = {
     "projection_forward": ("mixes", None, "collapsed"),
@@ -21,9 +22,11 @@ def test_labels_are_unique_and_every_output_is_bounded():
     labels = [case.label for case in CASES]
     assert len(set(labels)) == len(labels)
     names = {name for _, _, name in WRONG}
-    assert all(case.bounds.keys() == names and max(case.bounds.values()) <= 3e-3 for case in CASES)
-    sizes = [case.label for case in selfcheck.cases(torch.device("cuda"))]
-    assert {"4096 x 4 x 5120", "4096 x 4 x 7168", "1024 x 4 x 4096"} < set(sizes)
+    for case in CASES:  # the fused operators return no mixes
+        assert case.bounds.keys() == names - ({"mixes"} if STREAMS in case.label else set())
+        assert max(case.bounds.values()) <= 3e-3
+    sizes = {case.label.partition(",")[0] for case in selfcheck.cases(torch.device("cuda"))}
+    assert {"4096 x 4 x 5120", "4096 x 4 x 7168", "1024 x 4 x 4096"} < sizes
 
 
 @each_case
@@ -65,4 +68,4 @@ def test_a_forgotten_addend_is_noticed(monkeypatch):
         lambda *args: right(*args[:7], None if args[0].dtype == torch.bfloat16 else args[7], *args[8:]),
     )
     outcomes = {case.label: run_case("mhc_projection", case, CPU).passed for case in CASES}
-    assert outcomes == {case.label: "other readers" not in case.label for case in CASES}
+    assert outcomes == {case.label: STREAMS not in case.label for case in CASES}
