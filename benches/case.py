@@ -72,9 +72,9 @@ class Bench:
 def copy_candidate(nbytes: int) -> Candidate:
     """A device copy that reads and writes `nbytes` in total: the floor of a case of that many bytes.
 
-    Each of the two buffers is rounded up to whole 4 KiB, from 64 MiB on to whole 2 MiB: the driver copies other lengths
-    at two thirds of the speed. On a GPU the faster of `copy_` and a Triton kernel is the candidate, since neither is
-    the faster at every length. Rates count the rounded bytes.
+    Each of the two buffers is rounded up to whole 4 KiB, from 64 MiB on to whole 2 MiB: on an H200 the driver copied
+    some other lengths at two thirds of the speed. For the same reason the faster of `copy_` and a Triton kernel is the
+    candidate on a GPU. Rates count the rounded bytes.
     """
     buffer = _copied_bytes(nbytes)
 

@@ -4,9 +4,7 @@
 if nothing did. The variable is read when triton is imported, hence a process of its own; test_interpreter.py starts it.
 """
 
-import json
 import math
-import traceback
 
 import torch
 from fp8_dual_cast import launch, reference
@@ -17,6 +15,7 @@ from benches.peers import column_cast
 from tests.fp8_dual_cast import inputs
 from tests.fp8_dual_cast.edge_cases import EDGE_CASES, edge_case
 from tests.support.compare import assert_same_bytes
+from tests.support.interpreted import main
 from tests.support.memory import guarded
 
 NAN, INF = math.nan, math.inf
@@ -133,19 +132,5 @@ CASES = {
 }
 
 
-def main() -> None:
-    from tests.support import triton_interpreter
-
-    triton_interpreter.install()
-    results = {}
-    for name, check in CASES.items():
-        try:
-            check()
-            results[name] = ""
-        except Exception:
-            results[name] = traceback.format_exc()
-    print(json.dumps(results))
-
-
 if __name__ == "__main__":
-    main()
+    main(CASES)

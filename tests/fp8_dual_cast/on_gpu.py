@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import torch
 from fp8_dual_cast import DualCast, fp8_dual_cast, per_token_cast, per_token_cast_transposed
@@ -18,7 +14,6 @@ from tests.support import memory
 from tests.support.compare import assert_same_bytes
 
 DEVICE = torch.device("cuda")
-ROOT = Path(__file__).resolve().parents[2]
 CPU_LIMIT = 200_000  # elements up to which the definition also runs on the CPU
 
 
@@ -144,28 +139,3 @@ def digest() -> str:
             for tensor in results:
                 found.update(tensor.contiguous().view(torch.uint8).cpu().numpy().tobytes())
     return found.hexdigest()
-
-
-def start_python(code: str, *arguments: str, **environment: str) -> subprocess.Popen:
-    """A new process that runs `code` at the root of the repository, with further environment variables."""
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    return subprocess.Popen(
-        [sys.executable, "-c", code, *arguments],
-        cwd=ROOT,
-        env=inherited | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def output_of(process: subprocess.Popen, timeout: float = 100) -> str:
-    """What the process printed, stripped; AssertionError with all of its output if it failed or took too long."""
-    try:
-        output, errors = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        output, errors = process.communicate()
-        raise AssertionError(f"no end after {timeout} s\n{output}\n{errors}") from None
-    assert process.returncode == 0, f"exit status {process.returncode}\n{output}\n{errors}"
-    return output.strip()

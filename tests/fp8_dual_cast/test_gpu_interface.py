@@ -6,7 +6,7 @@ import torch
 from fp8_dual_cast import launch
 from hopper_kernels import registry
 
-from tests.fp8_dual_cast import on_gpu
+from tests.support.process import output_of, start_python
 
 pytestmark = pytest.mark.gpu
 
@@ -41,26 +41,26 @@ torch.cuda.synchronize()
 
 @pytest.mark.timeout(120)
 def test_check():
-    output = on_gpu.output_of(on_gpu.start_python(COMMAND, "check", "fp8_dual_cast"))
+    output = output_of(start_python(COMMAND, "check", "fp8_dual_cast"), timeout=100)
     rows = [line for line in output.splitlines() if line.startswith("fp8_dual_cast ")]
     assert rows
     assert all("SM90 kernel" in row and row.endswith(" ok") for row in rows), output
 
 
 def test_status():
-    output = on_gpu.output_of(on_gpu.start_python(COMMAND, "status"))
+    output = output_of(start_python(COMMAND, "status"))
     assert [line.split()[-1] for line in output.splitlines() if line.startswith("fp8_dual_cast ")] == ["available"]
 
 
 @pytest.mark.timeout(180)
 def test_precompile_fills_the_cache(tmp_path):
     """On this machine it compiles with the device's own driver; the variants then are on disk."""
-    process = on_gpu.start_python(COMMAND, "precompile", "fp8_dual_cast", TRITON_CACHE_DIR=str(tmp_path))
-    rows = [line for line in on_gpu.output_of(process).splitlines() if line.startswith("fp8_dual_cast ")]
+    process = start_python(COMMAND, "precompile", "fp8_dual_cast", TRITON_CACHE_DIR=str(tmp_path))
+    rows = [line for line in output_of(process, timeout=100).splitlines() if line.startswith("fp8_dual_cast ")]
     assert len(rows) == len(launch.variants())
     assert len(list(tmp_path.rglob("*.cubin"))) == len(rows)
     # A process that then calls the operators compiles nothing.
-    on_gpu.output_of(on_gpu.start_python(CALLS, TRITON_CACHE_DIR=str(tmp_path)))
+    output_of(start_python(CALLS, TRITON_CACHE_DIR=str(tmp_path)), timeout=100)
     assert len(list(tmp_path.rglob("*.cubin"))) == len(rows)
 
 
@@ -74,8 +74,8 @@ def test_available():
 
 def test_no_visible_device():
     """The package imports and computes on the CPU, and the registry says what is missing."""
-    process = on_gpu.start_python(AVAILABILITY, CUDA_VISIBLE_DEVICES="")
-    available, reason, values = on_gpu.output_of(process).splitlines()
+    process = start_python(AVAILABILITY, CUDA_VISIBLE_DEVICES="")
+    available, reason, values = output_of(process).splitlines()
     assert available == "False"
     assert "none is visible" in reason
     assert values == "[448.0]"

@@ -6,19 +6,15 @@ from fp8_dual_cast import fp8_dual_cast, per_token_cast, per_token_cast_transpos
 
 from tests.fp8_dual_cast import inputs, on_gpu
 from tests.support.compare import assert_same_bytes
+from tests.support.memory import free_device_memory
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 
 @pytest.fixture(autouse=True)
 def memory():
-    """Skips where other processes hold too much of the device, and gives everything back."""
-    torch.cuda.empty_cache()
-    free, _ = torch.cuda.mem_get_info()
-    if free < 20 << 30:
-        pytest.skip(f"requires 20 GiB of free device memory, found {free >> 30} GiB")
-    yield
-    torch.cuda.empty_cache()
+    with free_device_memory(20):
+        yield
 
 
 def large(tokens, channels):

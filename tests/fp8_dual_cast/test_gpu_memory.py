@@ -5,6 +5,7 @@ import torch
 from fp8_dual_cast import fp8_dual_cast, per_token_cast, per_token_cast_transposed
 
 from tests.fp8_dual_cast import inputs, on_gpu
+from tests.support import memory
 from tests.support.compare import assert_same_bytes
 
 pytestmark = pytest.mark.gpu
@@ -14,20 +15,6 @@ IN_PLACE = {
     *("columns of a wide matrix", "singleton", "3-D"),
 }
 TOKENS, CHANNELS = 515, 1280
-
-
-def requested(what):
-    return torch.cuda.memory_stats()[f"requested_bytes.all.{what}"]
-
-
-def peak_of(call):
-    """The results of a call, and the bytes that PyTorch was asked for at its peak."""
-    call()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = requested("current")
-    results = call()
-    return results, requested("peak") - before
 
 
 def size(tensors):
@@ -50,10 +37,10 @@ def test_peak_memory(name):
     x = layouts()[name]
     copy = 0 if name in IN_PLACE else 2 * x.numel()
     for call in (fp8_dual_cast, per_token_cast, per_token_cast_transposed):
-        results, peak = peak_of(lambda call=call: call(x))
+        results, peak = memory.peak_of(lambda call=call: call(x))
         assert peak == size(results) + copy, call.__name__
     options = on_gpu.rotation(len(x), 128, 64)
-    results, peak = peak_of(lambda: fp8_dual_cast(x, **options))
+    results, peak = memory.peak_of(lambda: fp8_dual_cast(x, **options))
     assert peak == size(results) + copy
 
 

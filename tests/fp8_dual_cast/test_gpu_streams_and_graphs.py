@@ -7,6 +7,7 @@ from fp8_dual_cast import fp8_dual_cast, per_token_cast, per_token_cast_transpos
 from tests.fp8_dual_cast import inputs, on_gpu
 from tests.support.compare import assert_same_bytes
 from tests.support.device import capture, no_sync, repeat_bytes, side_stream
+from tests.support.process import output_of, start_python
 
 pytestmark = pytest.mark.gpu
 
@@ -150,15 +151,15 @@ def test_second_device():
 @pytest.mark.timeout(120)
 def test_first_call_in_a_capture(tmp_path):
     """A process that compiles, loads and launches inside a capture gets right bytes or a clear error."""
-    process = on_gpu.start_python(CAPTURE_FIRST, TRITON_CACHE_DIR=str(tmp_path))
-    assert on_gpu.output_of(process).splitlines()[-1] in ("works", "refused")
+    process = start_python(CAPTURE_FIRST, TRITON_CACHE_DIR=str(tmp_path))
+    assert output_of(process, timeout=100).splitlines()[-1] in ("works", "refused")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(170)
 def test_eight_processes_share_an_empty_cache(tmp_path):
     """All compile the same kernels into one empty folder at once, and all give the bytes of this process."""
-    processes = [on_gpu.start_python(DIGEST, TRITON_CACHE_DIR=str(tmp_path)) for _ in range(8)]
-    outputs = [on_gpu.output_of(process, timeout=160) for process in processes]
+    processes = [start_python(DIGEST, TRITON_CACHE_DIR=str(tmp_path)) for _ in range(8)]
+    outputs = [output_of(process, timeout=160) for process in processes]
     assert outputs == [on_gpu.digest()] * 8
     assert list(tmp_path.rglob("*.cubin"))

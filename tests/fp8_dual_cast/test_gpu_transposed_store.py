@@ -13,6 +13,7 @@ from fp8_dual_cast import launch, reference
 
 from tests.fp8_dual_cast import on_gpu
 from tests.support.compare import assert_same_bytes
+from tests.support.process import output_of, start_python
 
 pytestmark = pytest.mark.gpu
 
@@ -105,8 +106,8 @@ def test_every_ptxas_at_hand(which, tmp_path):
     }[which]()
     if not path.is_file():
         pytest.skip(f"requires the assembler {path}")
-    process = on_gpu.start_python(IN_A_PROCESS, TRITON_CACHE_DIR=str(tmp_path), TRITON_PTXAS_PATH=str(path))
-    output = on_gpu.output_of(process, timeout=160)
+    process = start_python(IN_A_PROCESS, TRITON_CACHE_DIR=str(tmp_path), TRITON_PTXAS_PATH=str(path))
+    output = output_of(process, timeout=160)
     assert output.splitlines()[-1].startswith(f"{path} ")
     assert list(tmp_path.rglob("dual_cast_kernel.cubin"))
 

@@ -1,32 +1,17 @@
 """The Triton kernels of the single casts, and the device twins they use, under Triton's interpreter (no GPU)."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from tests.fp8_dual_cast.edge_cases import EDGE_CASES
 from tests.fp8_dual_cast.interpreted import CASES, SCALE_EDGES
+from tests.support.interpreted import failures
 
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, str]:
     """What failed in each case, "" for nothing; one process for all, since triton is imported once in each."""
     pytest.importorskip("triton")
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore::RuntimeWarning", "-m", "tests.fp8_dual_cast.interpreted"],
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout.splitlines()[-1])
+    return failures("fp8_dual_cast")
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -5,9 +5,7 @@ if nothing did. The variable is read when triton is imported, hence a process of
 """
 
 import itertools
-import json
 import math
-import traceback
 
 import torch
 from mhc_projection import launch, plan, reference
@@ -15,6 +13,7 @@ from mhc_projection.arguments import MAX_LOGITS, logits
 from torch import Tensor
 
 from tests.support.compare import assert_same_bytes
+from tests.support.interpreted import main
 from tests.support.memory import Guarded, guarded
 
 NAN, INF = math.nan, math.inf
@@ -376,20 +375,5 @@ CASES = {
 }
 
 
-def main() -> None:
-    from tests.support import triton_interpreter
-
-    triton_interpreter.install()
-    torch.cuda.current_device = lambda: 0  # a launch asks for it, and there may be none
-    results = {}
-    for name, check in CASES.items():
-        try:
-            check()
-            results[name] = ""
-        except Exception:
-            results[name] = traceback.format_exc()
-    print(json.dumps(results))
-
-
 if __name__ == "__main__":
-    main()
+    main(CASES)

@@ -7,6 +7,7 @@ from mhc_projection import plan, reference
 from tests.mhc_projection import inputs, on_gpu
 from tests.mhc_projection.inputs import HC_EPS, ITERS, RMS_EPS
 from tests.support.compare import error64
+from tests.support.memory import free_device_memory
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
@@ -15,13 +16,8 @@ BF16 = torch.bfloat16
 
 @pytest.fixture(autouse=True)
 def device_memory():
-    """Skips where other processes hold too much of the device, and gives everything back."""
-    torch.cuda.empty_cache()
-    free, _ = torch.cuda.mem_get_info()
-    if free < 60 << 30:
-        pytest.skip(f"requires 60 GiB of free device memory, found {free >> 30} GiB")
-    yield
-    torch.cuda.empty_cache()
+    with free_device_memory(60):
+        yield
 
 
 def normal(*shape):

@@ -13,20 +13,6 @@ pytestmark = pytest.mark.gpu
 RAGGED = [(1, 4, 64), (31, 4, 8), (64, 2, 200), (65, 4, 72), (130, 1, 8), (1025, 4, 72), (140, 4, 128)]
 
 
-def requested(what):
-    return torch.cuda.memory_stats()[f"requested_bytes.all.{what}"]
-
-
-def peak_of(call):
-    """What a call returns, and the bytes beyond what was there that PyTorch was asked for at its peak."""
-    call()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = requested("current")
-    results = call()
-    return results, requested("peak") - before
-
-
 def size(tensors):
     return sum(t.untyped_storage().nbytes() for t in tensors_of(tensors))
 
@@ -198,12 +184,12 @@ def test_peak_memory(sizes):
     n = t.weight.shape[0]
     c = on_gpu.all_cotangents(t)
     kept = 4 * (n + 1) * len(t.x)  # mixes and rstd, for the backward
-    results, peak = peak_of(lambda: torch.ops.mhc_projection.projection_forward(t.x, t.weight, t.pre_mix, 1e-20))
+    results, peak = memory.peak_of(lambda: torch.ops.mhc_projection.projection_forward(t.x, t.weight, t.pre_mix, 1e-20))
     assert peak <= size([r for r in results if r.is_cuda]) + workspace(t, backward=False)
     for function, names in ((on_gpu.projection, on_gpu.PROJECTION), (on_gpu.connection, on_gpu.CONNECTION)):
         for more in ((), ("streams",)):
             chosen = {name: c[name] for name in (*names, *more)}
-            results, peak = peak_of(lambda f=function, chosen=chosen: f(t, chosen))
+            results, peak = memory.peak_of(lambda f=function, chosen=chosen: f(t, chosen))
             bound = size(results) + kept + max(workspace(t, backward=b) for b in (False, True))
             assert size(results) <= peak <= bound, f"{function.__name__} {more}: {peak}, bound {bound}"
 
@@ -212,7 +198,7 @@ def test_strided_streams_cost_a_copy():
     t = on_gpu.operands(1000, 4, 5120)
     strided = t._replace(x=t.x.transpose(0, 1).contiguous().transpose(0, 1))
     c = on_gpu.cotangents(t, *on_gpu.PROJECTION)
-    peaks = [peak_of(lambda operands=operands: on_gpu.projection(operands, c))[1] for operands in (t, strided)]
+    peaks = [memory.peak_of(lambda operands=operands: on_gpu.projection(operands, c))[1] for operands in (t, strided)]
     assert peaks[0] < peaks[1] <= peaks[0] + 2 * t.x.nbytes
 
 

@@ -1,6 +1,7 @@
 """What the host side launches, with which tensors, on CPU tensors: the launches are recorded and not run."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -160,3 +161,9 @@ def test_the_splits_of_the_forward_do_not_depend_on_the_tokens(launches):
             launch.projection_forward(torch.empty(tokens, 4, d, dtype=BF16), torch.empty(24, 4 * d), None, RMS_EPS)
             projection, finish = launches
             assert projection.args[-1] == finish.args[-1] == splits, d
+
+
+def test_the_kernel_scales_the_squares_as_the_plan_says():
+    kernel = pytest.importorskip("mhc_projection.kernels.projection")
+    assert kernel.SQUARES_SCALE.value == plan.SQUARES_SCALE
+    assert math.log2(plan.SQUARES_SCALE).is_integer()  # scaling rounds nothing

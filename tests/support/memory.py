@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -93,3 +94,29 @@ def guarded(
     `offset` moves its first element that many elements from a 512-byte boundary, to test unaligned bases.
     """
     return Guarded(tuple(shape), dtype, device, offset)
+
+
+def peak_of(call: Callable[[], object]) -> tuple[object, int]:
+    """What a call returns, and the bytes beyond what was there that PyTorch was asked for at its peak."""
+    call()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = requested("current")
+    results = call()
+    return results, requested("peak") - before
+
+
+def requested(what: str) -> int:
+    """Bytes that PyTorch is asked for on the current device: "current" or "peak"."""
+    return torch.cuda.memory_stats()[f"requested_bytes.all.{what}"]
+
+
+@contextlib.contextmanager
+def free_device_memory(gib: int) -> Iterator[None]:
+    """Skip the test where other processes leave less than that, and give everything back after it."""
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info()
+    if free < gib << 30:
+        pytest.skip(f"requires {gib} GiB of free device memory, found {free >> 30} GiB")
+    yield
+    torch.cuda.empty_cache()

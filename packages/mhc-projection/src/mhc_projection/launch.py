@@ -155,11 +155,8 @@ def hyper_connection_backward(
         for i, shape in enumerate(((tokens, hc), (tokens, hc), (tokens, hc, hc))):
             grads[i] = x.new_zeros(shape, dtype=torch.float32) if grads[i] is None else _readable(grads[i])
         with torch.cuda.device_of(x):
-            q, coef, parts = (
-                x.new_empty(tokens, 2 * MAX_LOGITS),
-                plan.fp32(x, tokens),
-                plan.parameter_parts(x, tokens, n),
-            )
+            q, coef = x.new_empty(tokens, 2 * MAX_LOGITS), plan.fp32(x, tokens)
+            parts = plan.parameter_parts(x, tokens, n)
             parameters = _readable(scale), _readable(base)
             saved = _readable(mixes), _readable(rstd)
             plan.gates_backward(*saved, *parameters, grads, None, q, coef, parts, hc_eps, hc * d, iters).run()
@@ -198,14 +195,12 @@ def _backward(
     need_pre_mix = need_pre_mix and pre_mix is not None
     flow_weight, flow_pre_mix = need_weight and q is not None, need_pre_mix and grad_collapsed is not None
     grad_x = x.new_empty(x.shape if need_x else (0,))
-    grad_weight = torch.zeros if need_weight and not flow_weight else torch.empty
-    grad_weight = grad_weight(weight.shape if need_weight else (0,), dtype=torch.float32, device=x.device)
-    grad_pre_mix = torch.zeros if need_pre_mix and not flow_pre_mix else torch.empty
-    grad_pre_mix = grad_pre_mix((tokens, hc) if need_pre_mix else (0,), dtype=torch.float32, device=x.device)
+    grad_weight = _parameter_gradient(x, weight.shape, need_weight, flow_weight)
+    grad_pre_mix = _parameter_gradient(x, (tokens, hc), need_pre_mix, flow_pre_mix)
     if tokens == 0 or (q is None and grad_collapsed is None):
         if need_x:
             grad_x.zero_() if addend is None else grad_x.copy_(addend)
-        return grad_x, grad_weight.zero_(), grad_pre_mix
+        return grad_x, grad_weight, grad_pre_mix
     if not (need_x or flow_weight or flow_pre_mix):
         return grad_x, grad_weight, grad_pre_mix
 
@@ -233,6 +228,13 @@ def _backward(
         if flow_pre_mix:
             plan.sum_parts(part_pre_mix, grad_pre_mix, transpose=True).run()
     return grad_x, grad_weight, grad_pre_mix
+
+
+def _parameter_gradient(x: Tensor, shape: tuple[int, ...], needed: bool, flows: bool) -> Tensor:
+    """An fp32 result to be written, zeros where nothing flows, empty where it is not needed."""
+    if not needed:
+        return plan.fp32(x, 0)
+    return plan.fp32(x, *shape) if flows else x.new_zeros(shape, dtype=torch.float32)
 
 
 def _readable(t: Tensor) -> Tensor:

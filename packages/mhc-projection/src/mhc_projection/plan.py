@@ -4,6 +4,7 @@ import functools
 from typing import TYPE_CHECKING
 
 import torch
+from hopper_kernels import arch
 from hopper_kernels.launcher import Launch
 from torch import Tensor
 
@@ -73,6 +74,7 @@ def _layout(block: tuple[int, ...]):
 
 
 def projection(x, weight, pre_mix, products, squares, collapsed) -> Launch:
+    """The forward's kernel, without the collapse if pre_mix is None."""
     from mhc_projection.kernels.projection import projection_kernel
 
     tokens, hc, d = x.shape
@@ -98,6 +100,7 @@ def projection(x, weight, pre_mix, products, squares, collapsed) -> Launch:
 def projection_backward(
     x, weight, pre_mix, q, coef, grad_collapsed, addend, grad_x, part_weight, part_pre_mix
 ) -> Launch:
+    """The backward's kernel; what is None is neither read nor written."""
     from mhc_projection.kernels.projection_backward import projection_backward_kernel
 
     tokens, hc, d = x.shape
@@ -130,10 +133,13 @@ def projection_backward(
     }
     items = -(-tokens // CHUNK) * -(-d // (WIDTH * CHANNELS)) * (hc // group)
     args = (*descriptors, *tensors, tokens, d // 8, n, items)
-    return Launch(projection_backward_kernel, (min(items, 132),), args, options)
+    # A program an SM; what it computes does not depend on how many share the items.
+    programs = min(items, arch.num_sms(x.device)) if x.is_cuda else items
+    return Launch(projection_backward_kernel, (programs,), args, options)
 
 
 def finish(products, squares, mixes, rstd, eps, width) -> Launch:
+    """Mixes and rstd from the parts that the forward's kernel wrote."""
     from mhc_projection.kernels.reductions import finish_kernel
 
     tokens, n = mixes.shape
@@ -142,6 +148,7 @@ def finish(products, squares, mixes, rstd, eps, width) -> Launch:
 
 
 def prepare(mixes, rstd, grad_mixes, q, coef, width) -> Launch:
+    """What the backward's kernel reads, from the gradient of the mixes."""
     from mhc_projection.kernels.reductions import prepare_kernel
 
     tokens, n = mixes.shape
@@ -150,6 +157,7 @@ def prepare(mixes, rstd, grad_mixes, q, coef, width) -> Launch:
 
 
 def sum_parts(part, out, *, transpose: bool) -> Launch:
+    """The sum over the first axis of part, in a fixed order."""
     from mhc_projection.kernels.reductions import sum_kernel
 
     args = (part, out, *part.shape)
@@ -157,6 +165,7 @@ def sum_parts(part, out, *, transpose: bool) -> Launch:
 
 
 def gates(products, squares, mixes, rstd, scale, base, gates, rms_eps, eps, width, iters) -> Launch:
+    """The gates from mixes (T, n), or with products and squares from those, writing mixes (n, T) and rstd."""
     from mhc_projection.kernels.gates import gates_kernel
 
     finish = products is not None
@@ -170,6 +179,7 @@ def gates(products, squares, mixes, rstd, scale, base, gates, rms_eps, eps, widt
 
 
 def gates_backward(mixes, rstd, scale, base, grads, grad_mixes, q, coef, parts, eps, width, iters) -> Launch:
+    """The gates' backward: grad_mixes from mixes (T, n), or with q given q and coef from mixes (n, T)."""
     from mhc_projection.kernels.gates import gates_backward_kernel
 
     prepare = q is not None
@@ -182,6 +192,7 @@ def gates_backward(mixes, rstd, scale, base, grads, grad_mixes, q, coef, parts, 
 
 
 def gate_parameters(part_base, part_scale, grad_base, grad_scale, hc) -> Launch:
+    """Gradients of base and scale from the parts that the gates' backward wrote."""
     from mhc_projection.kernels.gates import gate_parameters_kernel
 
     args = (part_base, part_scale, grad_base, grad_scale, part_base.shape[1])

@@ -109,20 +109,16 @@ def _divide(s, denominators, HC: tl.constexpr, COLUMNS: tl.constexpr):
     inverse = ()
     for a in tl.static_range(HC):
         inverse = inverse + (1.0 / denominators[a],)
-    new = ()
-    for i in tl.static_range(HC):
-        for j in tl.static_range(HC):
-            new = new + (s[i * HC + j] * inverse[j if COLUMNS else i],)
-    return new
+    return _multiply(s, inverse, HC, COLUMNS)
 
 
 @triton.jit
-def _multiply(s, denominators, HC: tl.constexpr, COLUMNS: tl.constexpr):
-    """Undo `_divide`."""
+def _multiply(s, factors, HC: tl.constexpr, COLUMNS: tl.constexpr):
+    """Each column of a matrix, or each row, by its factor."""
     new = ()
     for i in tl.static_range(HC):
         for j in tl.static_range(HC):
-            new = new + (s[i * HC + j] * denominators[j if COLUMNS else i],)
+            new = new + (s[i * HC + j] * factors[j if COLUMNS else i],)
     return new
 
 
