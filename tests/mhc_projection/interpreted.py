@@ -122,19 +122,36 @@ def assert_q(name: str, q: Tensor, coef: Tensor, wanted: tuple[Tensor, Tensor], 
     assert_near(f"{name}: coef", coef, wanted[1], bound)
 
 
+def prepared(tokens: int, weight: Tensor) -> tuple[list[Guarded], tuple[Tensor, ...]]:
+    """Guarded q, coef, bf16 weight and count of the items taken; and the results that `plan.prepare` takes."""
+    shapes = ((tokens, 2 * MAX_LOGITS), BF16), ((tokens,), torch.float32), (weight.shape, BF16), ((1,), torch.int32)
+    guards = [guarded(*shape) for shape in shapes]
+    q, coef, narrow, taken = tensors(guards)
+    return guards, (q, coef, tailed(weight), narrow, taken)
+
+
+def assert_prepared(guards: list[Guarded], results: tuple[Tensor, ...]) -> None:
+    """The weight rounded, nothing taken yet, and nothing written past an end."""
+    _, _, weight, narrow, taken = results
+    assert_same_bytes(narrow, weight.bfloat16(), "weight")
+    assert taken.item() == 0
+    for guard in guards:
+        guard.check()
+
+
 def check_prepare() -> None:
     for tokens, hc, d, n, _ in PROJECTIONS:
         mixes, rstd, grad = (random(*s, seed=n) for s in ((tokens, n), (tokens,), (tokens, n)))
         mixes, grad = tailed(mixes), tailed(grad)
-        q, coef = guarded((tokens, 2 * MAX_LOGITS), BF16), guarded((tokens,), torch.float32)
-        plan.prepare(mixes, rstd, grad, q.tensor, coef.tensor, hc * d).run()
+        guards, results = prepared(tokens, random(n, hc * d, seed=d))
+        q, coef = guards[:2]
+        plan.prepare(mixes, rstd, grad, *results, hc * d).run()
         wanted = expected_q(rstd, grad, mixes, hc * d)
         assert_q(f"{tokens}, {n}", q.tensor, coef.tensor, wanted, FP32)
-        q.check()
-        coef.check()
+        assert_prepared(guards, results)
         clean = q.tensor.clone(), coef.tensor.clone()
         grad[tokens // 2, n // 2] = NAN
-        plan.prepare(mixes, rstd, grad, q.tensor, coef.tensor, hc * d).run()
+        plan.prepare(mixes, rstd, grad, *results, hc * d).run()
         others = [t for t in range(tokens) if t != tokens // 2]
         assert_same_bytes(q.tensor[others], clean[0][others], "q")
         assert_same_bytes(coef.tensor[others], clean[1][others], "coef")
@@ -142,14 +159,33 @@ def check_prepare() -> None:
 
 
 def check_sum() -> None:
-    for parts, rows, columns in ((1, 1, 1), (2, 3, 85), (8, 1, 256), (9, 4, 67), (17, 24, 40)):
-        part = tailed(random(parts, rows, columns, seed=parts))
-        for transpose in (False, True):
-            out = guarded((columns, rows) if transpose else (rows, columns), torch.float32)
-            plan.sum_parts(part, out.tensor, transpose=transpose).run()
-            expected = part.double().sum(0)
-            assert_near(f"{parts} parts", out.tensor, expected.t() if transpose else expected, FP32)
-            out.check()
+    """The three sums of the backward, each alone and all in one launch, with the same bits."""
+    for chunks, n, width, blocks, hc, tokens in ((1, 3, 8, 1, 1, 1), (2, 8, 85, 9, 2, 67), (17, 24, 40, 17, 4, 130)):
+        weight = tailed(random(chunks, n, width, seed=chunks))
+        pre_mix = tailed(random(blocks, hc, tokens, seed=blocks))
+        parts = [tailed(random(logits(hc), tokens, seed=seed)) for seed in (hc, n)]
+        grads = [guarded(s, torch.float32) for s in ((logits(hc),), (3,), (n, width), (tokens, hc))]
+        grad_base, grad_scale, grad_weight, grad_pre_mix = tensors(grads)
+        pairs = (parts, (grad_base, grad_scale)), (weight, grad_weight), (pre_mix, grad_pre_mix)
+        sections = parts[1].double().sum(1).split((hc, hc, hc * hc))
+        expected = (
+            parts[0].double().sum(1),
+            torch.stack([section.sum() for section in sections]),
+            weight.double().sum(0),
+            pre_mix.double().sum(0).t(),
+        )
+        alone = []
+        for i in range(3):
+            plan.sums(hc, tokens, *(pair if i == j else None for j, pair in enumerate(pairs))).run()
+            changed = [[0, 1], [2], [3]][i]
+            assert_all_near(f"{i}, {tokens}", [grads[k].tensor for k in changed], [expected[k] for k in changed], 2e-6)
+            alone += [grads[k].tensor.clone() for k in changed]
+            for k in changed:
+                grads[k].tensor.fill_(NAN)
+        plan.sums(hc, tokens, *pairs).run()
+        for guard, before in zip(grads, alone, strict=True):
+            assert_same_bytes(guard.tensor, before, "all sums together")
+            guard.check()
 
 
 def gate_operands(tokens: int, hc: int, spread: float = 2.0) -> tuple[Tensor, Tensor, Tensor]:
@@ -222,20 +258,19 @@ def check_gates_from_parts() -> None:
             assert_same_bytes(got, want, "gates of the same mixes")
 
 
-def part_shapes(tokens: int, n: int) -> list[tuple[int, ...]]:
-    return [tuple(t.shape) for t in plan.parameter_parts(torch.empty(0), tokens, n)]
+def gate_workspace(tokens: int, hc: int, iters: int) -> list[Guarded]:
+    return outputs(*(tuple(t.shape) for t in plan.gate_workspace(torch.empty(0), tokens, hc, iters)))
 
 
 def check_gates_backward() -> None:
     for tokens, hc, iters, eps in GATES:
         n = logits(hc)
         (mixes, *parameters), grads = gate_operands(tokens, hc), gate_gradients(tokens, hc)
-        grad_mixes, parts = guarded((tokens, n), torch.float32), outputs(*part_shapes(tokens, n))
-        plan.gates_backward(
-            *(mixes, None, *parameters, grads, grad_mixes.tensor, None, None, tensors(parts), eps, 1, iters)
-        ).run()
+        grad_mixes, parts = guarded((tokens, n), torch.float32), gate_workspace(tokens, hc, iters)
+        results = (grad_mixes.tensor,)
+        plan.gates_backward(mixes, None, *parameters, grads, results, tensors(parts), eps, 1, iters).run()
         grad_scale, grad_base = outputs((3,), (n,))
-        plan.gate_parameters(*tensors(parts), grad_base.tensor, grad_scale.tensor, hc).run()
+        plan.sums(hc, tokens, gates=(tensors(parts)[:2], (grad_base.tensor, grad_scale.tensor))).run()
         found = [t.tensor for t in (grad_mixes, grad_scale, grad_base)]
         expected = reference.gates_backward(mixes.double(), *doubles(parameters), *doubles(grads), hc, iters, eps)
         name = f"{tokens} x {hc}, {iters}, {eps}"
@@ -265,20 +300,20 @@ def check_gates_backward_for_the_projection() -> None:
         n, width = logits(hc), hc * 24
         (mixes, *parameters), grads = gate_operands(tokens, hc), gate_gradients(tokens, hc)
         rstd = random(tokens, seed=tokens).abs() + 0.1
-        q, coef = guarded((tokens, 2 * MAX_LOGITS), BF16), guarded((tokens,), torch.float32)
-        parts = outputs(*part_shapes(tokens, n))
+        guards, results = prepared(tokens, random(n, width, seed=hc))
+        q, coef = guards[:2]
+        parts = gate_workspace(tokens, hc, iters)
         by_logit = tailed(mixes.t())
-        plan.gates_backward(
-            *(by_logit, rstd, *parameters, grads, None, q.tensor, coef.tensor, tensors(parts), eps, width, iters)
-        ).run()
+        plan.gates_backward(by_logit, rstd, *parameters, grads, results, tensors(parts), eps, width, iters).run()
         grad_mixes, *_ = reference.gates_backward(mixes.double(), *doubles(parameters), *doubles(grads), hc, iters, eps)
         wanted = expected_q(rstd, grad_mixes, mixes, width)
         assert_q(f"{tokens} x {hc}, {iters}, {eps}", q.tensor, coef.tensor, wanted, 2 * GATE_GRADIENT)
-        for result in (q, coef, *parts):
+        assert_prepared(guards, results)
+        for result in parts:
             result.check()
-        other, grad = [torch.empty(shape) for shape in part_shapes(tokens, n)], torch.empty(tokens, n)
-        plan.gates_backward(mixes, None, *parameters, grads, grad, None, None, other, eps, 1, iters).run()
-        for got, want in zip(tensors(parts), other, strict=True):
+        other, grad = plan.gate_workspace(mixes, tokens, hc, iters), torch.empty(tokens, n)
+        plan.gates_backward(mixes, None, *parameters, grads, (grad,), other, eps, 1, iters).run()
+        for got, want in zip(tensors(parts)[:2], other[:2], strict=True):
             assert_same_bytes(got, want, "sums over tokens")
 
 
@@ -288,7 +323,7 @@ def check_parameters() -> None:
         n = logits(hc)
         base, scale = (tailed(random(n, parts, seed=seed)) for seed in (hc, parts))
         grad_base, grad_scale = outputs((n,), (3,))
-        plan.gate_parameters(base, scale, grad_base.tensor, grad_scale.tensor, hc).run()
+        plan.sums(hc, 1, gates=((base, scale), (grad_base.tensor, grad_scale.tensor))).run()
         sections = scale.double().sum(1).split((hc, hc, hc * hc))
         name = f"{hc}, {parts} parts"
         assert_near(name, grad_base.tensor, base.double().sum(1), 2e-6)

@@ -78,7 +78,7 @@ def test_the_gates_of_a_token_do_not_depend_on_its_batch(hc):
 )
 @pytest.mark.parametrize("streams", [False, True], ids=["plain", "streams"])
 def test_the_grid_changes_no_bit(sizes, streams, monkeypatch, poison):
-    """Programs take items of work in turn: one program, some, and more than there is work for."""
+    """Programs take items of work as they get to them: one program, some, and more than there is work for."""
     tokens, hc, d, n = sizes
     t = on_gpu.operands(tokens, hc, d, n=n)
     c = on_gpu.cotangents(t, *on_gpu.PROJECTION, *(["streams"] if streams else []))
@@ -97,11 +97,13 @@ def test_the_grid_changes_no_bit(sizes, streams, monkeypatch, poison):
 
 
 def test_the_gradient_of_the_weight_is_the_sum_of_its_chunks():
-    """Bit for bit for two of them: what CHUNK tokens give does not depend on those beside them."""
-    t = on_gpu.operands(plan.CHUNK + 77, 4, 72)
+    """Bit for bit for two of them: what a chunk gives does not depend on the tokens beside it."""
+    chunk = plan.CHUNKS[0]
+    t = on_gpu.operands(chunk + 77, 4, 72)
+    assert plan.chunk_size(*t.x.shape) == chunk
     c = on_gpu.cotangents(t, "mixes")
     whole = on_gpu.projection(t, c)["grad_weight"]
-    first, second = slice(plan.CHUNK), slice(plan.CHUNK, None)
+    first, second = slice(chunk), slice(chunk, None)
     parts = [on_gpu.projection(*on_gpu.rows(t, c, index))["grad_weight"] for index in (first, second)]
     assert_same_bytes(whole, parts[0] + parts[1])
 

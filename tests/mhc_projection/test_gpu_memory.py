@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from mhc_projection import hyper_connection_streams, launch
+from mhc_projection import hyper_connection_streams, launch, plan
 
 from tests.mhc_projection import inputs, on_gpu
 from tests.support import memory
@@ -171,9 +171,9 @@ def workspace(t, *, backward):
     copy_of_weight = 2 * n * hc * d
     if not backward:
         return copy_of_weight + 4 * (n + 1) * tokens * max(1, round(d / 640))
-    chunks, blocks = -(-tokens // 1024), -(-d // 64)
+    chunks, blocks = -(-tokens // plan.chunk_size(tokens, hc, d)), -(-d // 64)
     parts_of_weight = 4 * n * hc * d * chunks if chunks > 1 else 0
-    gates = 8 * n * -(-tokens // 128)
+    gates = 8 * n * -(-tokens // 32) + 8 * hc * (inputs.ITERS - 1) * tokens
     return copy_of_weight + 132 * tokens + parts_of_weight + 4 * hc * tokens * blocks + gates
 
 

@@ -135,8 +135,8 @@ def test_new_token_counts_compile_no_kernel():
     from mhc_projection.kernels import gates, projection, projection_backward, reductions
 
     kernels = [projection.projection_kernel, projection_backward.projection_backward_kernel, gates.gates_kernel]
-    kernels += [gates.gates_backward_kernel, gates.gate_parameters_kernel]
-    kernels += [reductions.finish_kernel, reductions.prepare_kernel, reductions.sum_kernel]
+    kernels += [gates.gates_backward_kernel, reductions.finish_kernel, reductions.prepare_kernel]
+    kernels += [reductions.sum_kernel]
 
     def call(tokens, d):
         t = on_gpu.operands(tokens, 4, d)

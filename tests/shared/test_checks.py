@@ -175,3 +175,62 @@ def _seconds_per_call(check, calls=200):
     for _ in range(calls):
         check()
     return (time.perf_counter() - start) / calls
+
+
+def test_a_remembered_check_looks_at_sizes_once_and_refuses_every_time():
+    seen = []
+
+    @checks.remembered
+    def check(x, scale, eps, name):
+        """A check."""
+        seen.append(x)
+        checks.shape(name, x, (2, 3))
+        checks.integer("eps", eps)
+
+    def calls(*arguments):
+        before = len(seen)
+        try:
+            check(*arguments)
+        except ValueError:
+            return -1
+        return len(seen) - before
+
+    x, scale = torch.zeros(2, 3), None
+    assert check.__doc__ == "A check."
+    assert [calls(x, scale, 1, "x"), calls(torch.ones(2, 3), scale, 1, "x")] == [1, 0]
+    for other in (x.bfloat16(), x.to("meta"), torch.nn.Parameter(x)):
+        assert calls(other, scale, 1, "x") == (0 if isinstance(other, torch.nn.Parameter) else 1)
+    assert calls(x, x, 1, "x") == 1  # a tensor instead of None
+    assert calls(x, scale, 2, "x") == 1  # another number
+    assert [calls(x, scale, True, "x"), calls(x, scale, 1.0, "x")] == [-1, -1]  # equal to 1, of another type
+    assert [calls(x.t(), scale, 1, "x") for _ in range(2)] == [-1, -1]  # never remembered
+    assert [calls(x, [], 1, "x") for _ in range(2)] == [1, 1]  # not known how to remember
+
+
+def test_a_remembered_check_forgets_and_lets_fake_tensors_and_graphs_pass(monkeypatch):
+    seen = []
+
+    @checks.remembered
+    def check(x):
+        seen.append(tuple(x.shape))
+        checks.multiple("C", x.shape[-1], 8)
+
+    monkeypatch.setattr(checks, "_REMEMBERED", 3)
+    for size in (8, 16, 24, 32, 8, 8):
+        check(torch.zeros(size))
+    assert seen == [(8,), (16,), (24,), (32,), (8,)]
+    with FakeTensorMode():
+        fake = torch.empty(8)
+    seen.clear()
+    check(fake)
+    check(fake)
+    assert len(seen) == 2
+
+    def f(x):
+        check(x)
+        return x + 1
+
+    compiled = torch.compile(f, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(torch.zeros(8)), torch.ones(8))
+    with pytest.raises(Exception, match="C must be a multiple of 8"):
+        compiled(torch.zeros(9))

@@ -5,12 +5,53 @@ data, so none synchronises. All work on FakeTensors and SymInts: on success they
 `math.isfinite` and formatting would fix a dynamic size to the value at hand.
 """
 
+import functools
+from collections.abc import Callable
+
 import torch
 
 _INF = float("inf")
 _INTEGER = (int, torch.SymInt)
 _NUMBER = (int, float, torch.SymInt, torch.SymFloat)
 _AXIS_NAMES = "nmkjihgf"
+_REMEMBERED = 4096  # signatures of calls: as many as there may be lengths of packed documents in a while
+
+
+def remembered(check: Callable[..., None]) -> Callable[..., None]:
+    """A check of tensors, numbers and None that remembers what it has accepted.
+
+    It may depend on nothing but the tensors' shapes, dtypes and devices and the other arguments' types and values. A
+    call like one that was accepted then costs a fraction. While compiling, and of tensors of a subclass, it remembers
+    nothing.
+    """
+    accepted: set[tuple] = set()
+
+    @functools.wraps(check)
+    def checked(*arguments) -> None:
+        key = None if torch.compiler.is_compiling() else _signature(arguments)
+        if key is not None and key in accepted:
+            return
+        check(*arguments)
+        if key is not None:
+            if len(accepted) >= _REMEMBERED:
+                accepted.clear()
+            accepted.add(key)
+
+    return checked
+
+
+def _signature(arguments: tuple) -> tuple | None:
+    """What a remembered check may depend on, None if that is not known."""
+    found: list = []
+    for value in arguments:
+        kind = type(value)
+        if kind is torch.Tensor or kind is torch.nn.Parameter:
+            found += torch.Tensor, value.shape, value.dtype, value.device
+        elif value is None or kind is float or kind is int or kind is bool or kind is str:
+            found += kind, value
+        else:
+            return None
+    return tuple(found)
 
 
 def tensor(name: str, value: object) -> None:

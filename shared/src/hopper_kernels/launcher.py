@@ -27,11 +27,11 @@ class Launch(NamedTuple):
 
     def run(self) -> None:
         """Launch on the current device and stream; the first time, compile."""
-        key = self._key()
+        key, values = self._key()
         found = None if key is None else _compiled.get(key)
         if found is not None:
             compiled, constants, _ = found
-            compiled[self.grid + (1,) * (3 - len(self.grid))](*self.args, *constants)
+            compiled[self.grid + (1,) * (3 - len(self.grid))](*values, *constants)
             return
         compiled = self.kernel[self.grid](*self.args, **self.options)
         if key is not None and compiled is not None and not _specialised(self.kernel, self.args):
@@ -42,24 +42,32 @@ class Launch(NamedTuple):
         """Compile only: the tensors may be meta tensors. Returns Triton's compiled kernel."""
         return self.kernel.warmup(*self.args, grid=self.grid, **self.options)
 
-    def _key(self) -> tuple | None:
-        """What the compilation depends on, None if it may depend on more."""
+    def _key(self) -> tuple[tuple | None, list]:
+        """What the compilation depends on, None if it may depend on more; and the arguments, tensors as addresses.
+
+        Of an address, unlike of a tensor, Triton's launcher does not ask the driver where it points.
+        """
         key: list[Any] = [id(self.kernel), torch.cuda.current_device()]
+        values: list[Any] = []
         for value in self.args:
             if isinstance(value, torch.Tensor):
-                if value.data_ptr() % 16:
-                    return None
+                address = value.data_ptr()
+                if address % 16:
+                    return None, values
                 key.append(value.dtype)
-            elif isinstance(value, int):
+                values.append(address)
+                continue
+            if isinstance(value, int):
                 if not -(2**31) <= value < 2**31:  # such an integer has another type
-                    return None
+                    return None, values
                 key.append(int)
             elif isinstance(value, float):
                 key.append(float)
             else:  # a tensor descriptor; its layout follows from these
                 key.append((value.base.dtype, *value.block_shape))
+            values.append(value)
         key.extend(self.options.items())
-        return tuple(key)
+        return tuple(key), values
 
 
 def _specialised(kernel: Any, args: tuple) -> bool:

@@ -49,6 +49,7 @@ def flatten_pre_mix(pre_mix: Tensor | None) -> Tensor | None:
     return None if pre_mix is None else flatten_tokens(pre_mix.float(), 1)
 
 
+@checks.remembered
 def projection(x: Tensor, weight: Tensor, pre_mix: Tensor | None, eps: float, eps_name: str = "eps") -> None:
     """Checks the arguments of `mhc_projection`, x with any number of leading dimensions."""
     checks.tensor("x", x)
@@ -71,6 +72,7 @@ def projection(x: Tensor, weight: Tensor, pre_mix: Tensor | None, eps: float, ep
     _epsilon(eps_name, eps)
 
 
+@checks.remembered
 def gates(mixes: Tensor, scale: Tensor, base: Tensor, hc: int, iters: int, eps: float) -> None:
     """Checks the arguments of `mhc_gates`, mixes with any number of leading dimensions."""
     checks.tensor("mixes", mixes)
@@ -95,6 +97,7 @@ def gate_parameters(
     _epsilon(eps_name, eps)
 
 
+@checks.remembered
 def hyper_connection(
     x: Tensor,
     weight: Tensor,

@@ -12,7 +12,7 @@ variants = plan.variants
 def projection_forward(x: Tensor, weight: Tensor, pre_mix: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """Mixes, rstd and collapsed, as `reference.projection_forward`, on the current stream of the device of x.
 
-    Workspace: (n + 1) fp32 numbers a token for each split of the channels, and a bf16 copy of the weight; a copy of an
+    Workspace: 4 (n + 1) bytes a token for about every 640 channels of a stream; a bf16 copy of the weight; a copy of an
     x or pre_mix that is not contiguous and aligned to 16 bytes.
     """
     tokens, hc, d = x.shape
@@ -40,16 +40,18 @@ def projection_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, weight (fp32) and pre_mix, as `reference.projection_backward`.
 
-    Workspace: 132 bytes a token; 4 n hc d bytes for each `plan.CHUNK` tokens if there are more than that; 4 hc bytes a
-    token for each block of 64 channels; copies of what is not contiguous, and of the weight in bf16.
+    Workspace: 132 bytes a token; 4 n hc d bytes for each chunk of 512 to 2048 tokens (`plan.chunk_size`) if there are
+    more than one; 4 hc bytes a token for each block of 64 channels; copies of what is not contiguous, and of the weight
+    in bf16.
     """
     tokens, hc, d = x.shape
-    q = coef = None
+    prepared = None
     if grad_mixes is not None and tokens:
         with torch.cuda.device_of(x):
-            q, coef = x.new_empty(tokens, 2 * MAX_LOGITS), plan.fp32(x, tokens)
-            plan.prepare(_readable(mixes), _readable(rstd), _readable(grad_mixes), q, coef, hc * d).run()
-    return _backward(x, weight, pre_mix, q, coef, grad_collapsed, grad_x_addend, need_x, need_weight, need_pre_mix)
+            prepared = _prepared(x, weight)
+            saved = _readable(mixes), _readable(rstd)
+            plan.prepare(*saved, _readable(grad_mixes), *prepared, hc * d).run()
+    return _backward(x, weight, pre_mix, prepared, grad_collapsed, grad_x_addend, need_x, need_weight, need_pre_mix)
 
 
 def gates_forward(
@@ -77,7 +79,10 @@ def gates_backward(
     iters: int,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of mixes, scale and base, as `reference.gates_backward`. Workspace: 8 n bytes for each 128 tokens."""
+    """Gradients of mixes, scale and base, as `reference.gates_backward`.
+
+    Workspace: 8 hc (iters - 1) bytes a token, and 8 n bytes for each 32 tokens.
+    """
     tokens, n = mixes.shape
     grad_mixes = plan.fp32(mixes, tokens, n)
     if tokens == 0:
@@ -85,12 +90,10 @@ def gates_backward(
     with torch.cuda.device_of(mixes):
         parameters = _readable(scale), _readable(base)
         grads = _readable(grad_pre), _readable(grad_post), _readable(grad_comb)
-        parts = plan.parameter_parts(mixes, tokens, n)
-        plan.gates_backward(
-            _readable(mixes), None, *parameters, grads, grad_mixes, None, None, parts, eps, 1, iters
-        ).run()
+        workspace = plan.gate_workspace(mixes, tokens, hc, iters)
+        plan.gates_backward(_readable(mixes), None, *parameters, grads, (grad_mixes,), workspace, eps, 1, iters).run()
         grad_scale, grad_base = plan.fp32(mixes, 3), plan.fp32(mixes, n)
-        plan.gate_parameters(*parts, grad_base, grad_scale, hc).run()
+        plan.sums(hc, tokens, gates=(workspace[:2], (grad_base, grad_scale))).run()
     return grad_mixes, grad_scale, grad_base
 
 
@@ -147,7 +150,7 @@ def hyper_connection_backward(
     tokens, hc, d = x.shape
     n = weight.shape[0]
     grads = [grad_pre, grad_post, grad_comb]
-    q = coef = None
+    prepared = sums = None
     grad_scale, grad_base = plan.fp32(x, 3), plan.fp32(x, n)
     if tokens == 0 or all(grad is None for grad in grads):
         grad_scale.zero_(), grad_base.zero_()
@@ -155,14 +158,12 @@ def hyper_connection_backward(
         for i, shape in enumerate(((tokens, hc), (tokens, hc), (tokens, hc, hc))):
             grads[i] = x.new_zeros(shape, dtype=torch.float32) if grads[i] is None else _readable(grads[i])
         with torch.cuda.device_of(x):
-            q, coef = x.new_empty(tokens, 2 * MAX_LOGITS), plan.fp32(x, tokens)
-            parts = plan.parameter_parts(x, tokens, n)
-            parameters = _readable(scale), _readable(base)
-            saved = _readable(mixes), _readable(rstd)
-            plan.gates_backward(*saved, *parameters, grads, None, q, coef, parts, hc_eps, hc * d, iters).run()
-            plan.gate_parameters(*parts, grad_base, grad_scale, hc).run()
+            prepared, workspace = _prepared(x, weight), plan.gate_workspace(x, tokens, hc, iters)
+            saved = _readable(mixes), _readable(rstd), _readable(scale), _readable(base)
+            plan.gates_backward(*saved, grads, prepared, workspace, hc_eps, hc * d, iters).run()
+        sums = workspace[:2], (grad_base, grad_scale)
     grad_x, grad_weight, grad_pre_mix = _backward(
-        x, weight, pre_mix, q, coef, grad_collapsed, grad_x_addend, need_x, need_weight, need_pre_mix
+        x, weight, pre_mix, prepared, grad_collapsed, grad_x_addend, need_x, need_weight, need_pre_mix, sums
     )
     return grad_x, grad_weight, grad_scale, grad_base, grad_pre_mix
 
@@ -177,56 +178,71 @@ def _project(x: Tensor, weight: Tensor, pre_mix: Tensor | None, collapsed: Tenso
     return products, squares
 
 
+def _prepared(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
+    """What is prepared for the backward's kernel, to be written: q, coef, (the weight,) it in bf16, items taken."""
+    q, coef = x.new_empty(x.shape[0], 2 * MAX_LOGITS), plan.fp32(x, x.shape[0])
+    narrow = None if weight.dtype == torch.bfloat16 else x.new_empty(weight.shape)
+    return q, coef, _readable(weight), narrow, x.new_empty(1, dtype=torch.int32)
+
+
 def _backward(
     x: Tensor,
     weight: Tensor,
     pre_mix: Tensor | None,
-    q: Tensor | None,
-    coef: Tensor | None,
+    prepared: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor] | None,
     grad_collapsed: Tensor | None,
     addend: Tensor | None,
     need_x: bool,
     need_weight: bool,
     need_pre_mix: bool,
+    gate_sums: tuple | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the backward's kernel on what was prepared (None: no gradient of the logits), and add its parts."""
+    """Run the backward's kernel on what was prepared (None: no gradient of the logits), and add all parts."""
     tokens, hc, d = x.shape
     n = weight.shape[0]
     need_pre_mix = need_pre_mix and pre_mix is not None
-    flow_weight, flow_pre_mix = need_weight and q is not None, need_pre_mix and grad_collapsed is not None
+    flow_weight, flow_pre_mix = need_weight and prepared is not None, need_pre_mix and grad_collapsed is not None
     grad_x = x.new_empty(x.shape if need_x else (0,))
     grad_weight = _parameter_gradient(x, weight.shape, need_weight, flow_weight)
     grad_pre_mix = _parameter_gradient(x, (tokens, hc), need_pre_mix, flow_pre_mix)
-    if tokens == 0 or (q is None and grad_collapsed is None):
+    weight_sum = pre_mix_sum = None
+    if tokens == 0 or (prepared is None and grad_collapsed is None):
         if need_x:
             grad_x.zero_() if addend is None else grad_x.copy_(addend)
-        return grad_x, grad_weight, grad_pre_mix
-    if not (need_x or flow_weight or flow_pre_mix):
-        return grad_x, grad_weight, grad_pre_mix
-
-    chunks = -(-tokens // plan.CHUNK)
-    part_weight = part_pre_mix = None
-    if flow_weight:
-        part_weight = grad_weight if chunks == 1 else plan.fp32(x, chunks, n, hc * d)
-    if flow_pre_mix:
-        part_pre_mix = plan.fp32(x, -(-d // (plan.WIDTH * plan.CHANNELS)), hc, tokens)
-    with torch.cuda.device_of(x):
-        plan.projection_backward(
-            _readable(x),
-            _readable(weight.bfloat16()),
-            None if grad_collapsed is None else _readable(pre_mix),
-            q,
-            coef,
-            None if grad_collapsed is None else _readable(grad_collapsed),
-            _readable(addend) if need_x and addend is not None else None,
-            grad_x if need_x else None,
-            part_weight,
-            part_pre_mix,
-        ).run()
-        if flow_weight and chunks > 1:
-            plan.sum_parts(part_weight, grad_weight, transpose=False).run()
+    elif need_x or flow_weight or flow_pre_mix:
+        chunk = plan.chunk_size(tokens, hc, d)
+        part_weight = part_pre_mix = None
+        if flow_weight:
+            chunks = -(-tokens // chunk)
+            part_weight = grad_weight if chunks == 1 else plan.fp32(x, chunks, n, hc * d)
+            weight_sum = None if chunks == 1 else (part_weight, grad_weight)
         if flow_pre_mix:
-            plan.sum_parts(part_pre_mix, grad_pre_mix, transpose=True).run()
+            part_pre_mix = plan.fp32(x, -(-d // plan.CHANNELS), hc, tokens)
+            pre_mix_sum = part_pre_mix, grad_pre_mix
+        q = coef = None
+        if prepared is None:
+            taken = x.new_zeros(1, dtype=torch.int32)
+        else:
+            q, coef, weight, narrow, taken = prepared
+            weight = weight if narrow is None else narrow
+        with torch.cuda.device_of(x):
+            plan.projection_backward(
+                _readable(x),
+                weight,
+                None if grad_collapsed is None else _readable(pre_mix),
+                q,
+                coef,
+                None if grad_collapsed is None else _readable(grad_collapsed),
+                _readable(addend) if need_x and addend is not None else None,
+                grad_x if need_x else None,
+                part_weight,
+                part_pre_mix,
+                taken,
+                chunk,
+            ).run()
+    if gate_sums or weight_sum or pre_mix_sum:
+        with torch.cuda.device_of(x):
+            plan.sums(hc, tokens, gate_sums, weight_sum, pre_mix_sum).run()
     return grad_x, grad_weight, grad_pre_mix
 
 

@@ -56,6 +56,7 @@ _library.define(
 )
 
 
+@checks.remembered
 def _check_projection(x: Tensor, weight: Tensor, pre_mix: Tensor | None, eps: float) -> None:
     checks.ndim("x", x, 3)
     arguments.projection(x, weight, pre_mix, eps)
@@ -63,6 +64,7 @@ def _check_projection(x: Tensor, weight: Tensor, pre_mix: Tensor | None, eps: fl
         checks.dtype("pre_mix", pre_mix, torch.float32)
 
 
+@checks.remembered
 def _check_projection_backward(
     x: Tensor, weight: Tensor, pre_mix: Tensor | None, mixes: Tensor, rstd: Tensor, *gradients: Tensor | None
 ) -> None:
@@ -70,6 +72,7 @@ def _check_projection_backward(
     arguments.projection_gradients(x, weight, pre_mix, mixes, rstd, *gradients)
 
 
+@checks.remembered
 def _check_hyper_connection(
     x: Tensor,
     weight: Tensor,
@@ -86,6 +89,7 @@ def _check_hyper_connection(
         checks.dtype("pre_mix", pre_mix, torch.float32)
 
 
+@checks.remembered
 def _check_hyper_connection_backward(
     x: Tensor,
     weight: Tensor,
@@ -108,9 +112,26 @@ def _check_hyper_connection_backward(
     arguments.gate_gradients(mixes.t(), grad_pre, grad_post, grad_comb, x.shape[1])
 
 
+@checks.remembered
 def _check_gates(mixes: Tensor, scale: Tensor, base: Tensor, hc: int, iters: int, eps: float) -> None:
     checks.ndim("mixes", mixes, 2)
     arguments.gates(mixes, scale, base, hc, iters, eps)
+
+
+@checks.remembered
+def _check_gates_backward(
+    mixes: Tensor,
+    scale: Tensor,
+    base: Tensor,
+    grad_pre: Tensor,
+    grad_post: Tensor,
+    grad_comb: Tensor,
+    hc: int,
+    iters: int,
+    eps: float,
+) -> None:
+    _check_gates(mixes, scale, base, hc, iters, eps)
+    arguments.gate_gradients(mixes, grad_pre, grad_post, grad_comb, hc)
 
 
 def _run(what: str, function: str, used_reference: Tensor | None, t: Tensor, *rest):
@@ -156,9 +177,8 @@ def _gates_forward(mixes, scale, base, hc, iters, eps):
 
 
 def _gates_backward(mixes, scale, base, grad_pre, grad_post, grad_comb, hc, iters, eps, used_reference=None):
-    _check_gates(mixes, scale, base, hc, iters, eps)
     gradients = (grad_pre, grad_post, grad_comb)
-    arguments.gate_gradients(mixes, *gradients, hc)
+    _check_gates_backward(mixes, scale, base, *gradients, hc, iters, eps)
     what = "the backward of mhc_gates"
     return _run(what, "gates_backward", used_reference, mixes, scale, base, *gradients, hc, iters, eps)
 
@@ -296,8 +316,7 @@ def _(mixes, scale, base, hc, iters, eps):
 
 @torch.library.register_fake("mhc_projection::gates_backward", lib=_library)
 def _(mixes, scale, base, grad_pre, grad_post, grad_comb, hc, iters, eps, used_reference=None):
-    _check_gates(mixes, scale, base, hc, iters, eps)
-    arguments.gate_gradients(mixes, grad_pre, grad_post, grad_comb, hc)
+    _check_gates_backward(mixes, scale, base, grad_pre, grad_post, grad_comb, hc, iters, eps)
     return tuple(mixes.new_empty(shape) for shape in (mixes.shape, (3,), (mixes.shape[1],)))
 
 

@@ -13,19 +13,18 @@ from mhc_projection.arguments import MAX_LOGITS, logits
 if TYPE_CHECKING:
     from hopper_kernels.precompile import Variant
 
-# Tokens whose contributions to the weight's gradient are summed in one go: part of the definition of its bits.
-CHUNK = 1024
+CHUNKS = 512, 1024, 2048
 CHANNELS = 64  # of a stream in a tile
-WIDTH = 1  # tiles side by side that a program of the backward takes
 SQUARES_SCALE = 2.0**-10  # of the sums of squares that the forward's kernel writes
 SPLIT_CHANNELS = 640  # channels that one program of the forward takes, about
 
 FORWARD_TOKENS, BACKWARD_TOKENS = 64, 64
 FINISH = {"TOKENS": 32, "num_warps": 4}
 PREPARE = {"TOKENS": 32, "num_warps": 4}
-GATES = {"TOKENS": 128, "num_warps": 4}
-SUM = {"PARTS": 8, "BLOCK": 256, "num_warps": 4}
-PARAMETERS = {"LOGITS": MAX_LOGITS, "BLOCK": 128, "num_warps": 8}
+GATES = {"TOKENS": 64, "TOGETHER": 4, "num_warps": 2}
+GATES_BACKWARD = {"TOKENS": 64, "num_warps": 2}
+SUM = {"PARAMETERS": 2048, "PARTS": 8, "BLOCK": 256, "num_warps": 4}
+ROUND = 2048  # numbers of the weight that a program rounds to bf16
 
 
 def fp32(like: Tensor, *shape: int) -> Tensor:
@@ -33,10 +32,29 @@ def fp32(like: Tensor, *shape: int) -> Tensor:
     return like.new_empty(*shape, dtype=torch.float32)
 
 
-def parameter_parts(like: Tensor, tokens: int, n: int) -> tuple[Tensor, Tensor]:
-    """Sums over each program's tokens for base and scale."""
-    shape = n, -(-tokens // GATES["TOKENS"])
-    return fp32(like, *shape), fp32(like, *shape)
+def gate_workspace(like: Tensor, tokens: int, hc: int, iters: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the gates' backward: sums over every 32 tokens for base and scale; the denominators of a token."""
+    shape = logits(hc), -(-tokens // 32)
+    return fp32(like, *shape), fp32(like, *shape), fp32(like, iters - 1, 2 * hc, tokens)
+
+
+def chunk_size(tokens: int, hc: int, d: int) -> int:
+    """Tokens whose contributions to the weight's gradient are summed in one go. Its bits follow from that.
+
+    That with the shortest time by a model for 132 SMs, whichever device it is: rounds of items of work, each as long
+    as its tokens and a part of the weight's gradient take, and the end, where SMs wait for the last.
+    """
+
+    def time(chunk: int) -> float:
+        rounds = -(-items(tokens, hc // group_size(hc), d, chunk) // 132)
+        return rounds * (chunk + 42) + 0.1 * chunk
+
+    return min(CHUNKS, key=time)
+
+
+def items(tokens: int, groups: int, d: int, chunk: int) -> int:
+    """Items of work of the backward: chunks of tokens of a block of channels of a group of streams."""
+    return -(-tokens // chunk) * -(-d // CHANNELS) * groups
 
 
 def splits(d: int) -> int:
@@ -53,17 +71,22 @@ def group_size(hc: int, largest: int = 4) -> int:
     return max(size for size in range(1, largest + 1) if hc % size == 0)
 
 
-def _descriptor(t: Tensor, block: tuple[int, ...]):
-    """A TMA descriptor of a contiguous tensor, for tiles with rows of one swizzle.
+def _descriptor(t: Tensor, shape: tuple[int, ...], block: tuple[int, ...]):
+    """A TMA descriptor of a contiguous tensor, looked at in this shape, for tiles with rows of one swizzle.
 
     The strides are those of the shape: a tensor is contiguous whatever the stride of an axis of length 1.
     """
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     strides = [1]
-    for size in reversed(t.shape[1:]):
+    for size in reversed(shape[1:]):
         strides.insert(0, strides[0] * size)
-    return TensorDescriptor(t, t.shape, strides, list(block), _layout(block))
+    # Without TensorDescriptor's own checks, which cost as much as a launch. What they ask for is so: the alignment by
+    # `launch._readable`, rows of a multiple of 16 bytes by `arguments`, tiles of powers of two by this module.
+    descriptor = object.__new__(TensorDescriptor)
+    descriptor.base, descriptor.shape, descriptor.strides = t, shape, strides
+    descriptor.block_shape, descriptor.layout, descriptor.padding = block, _layout(block), "zero"
+    return descriptor
 
 
 @functools.cache
@@ -78,11 +101,11 @@ def projection(x, weight, pre_mix, products, squares, collapsed) -> Launch:
     from mhc_projection.kernels.projection import projection_kernel
 
     tokens, hc, d = x.shape
-    n, splits, group = weight.shape[0], squares.shape[0], group_size(hc)
+    n, splits, group = weight.shape[0], squares.shape[0], group_size(hc, 2)
     tile = FORWARD_TOKENS, 1, CHANNELS
     args = (
-        _descriptor(x, tile),
-        _descriptor(weight.view(n, hc, d), (MAX_LOGITS, 1, CHANNELS)),
+        _descriptor(x, x.shape, tile),
+        _descriptor(weight, (n, hc, d), (MAX_LOGITS, 1, CHANNELS)),
         squares if pre_mix is None else pre_mix,
         products,
         squares,
@@ -98,23 +121,23 @@ def projection(x, weight, pre_mix, products, squares, collapsed) -> Launch:
 
 
 def projection_backward(
-    x, weight, pre_mix, q, coef, grad_collapsed, addend, grad_x, part_weight, part_pre_mix
+    x, weight, pre_mix, q, coef, grad_collapsed, addend, grad_x, part_weight, part_pre_mix, taken, chunk
 ) -> Launch:
-    """The backward's kernel; what is None is neither read nor written."""
+    """The backward's kernel; what is None is neither read nor written. taken is 0."""
     from mhc_projection.kernels.projection_backward import projection_backward_kernel
 
     tokens, hc, d = x.shape
     # With an addend, half as many streams at a time leave room for as many stages.
     n, group = weight.shape[0], group_size(hc, 4 if addend is None else 2)
     tile = BACKWARD_TOKENS, 1, CHANNELS
-    streams = _descriptor(x, tile)
+    streams = _descriptor(x, x.shape, tile)
     descriptors = (
         streams,
-        _descriptor(weight.view(n, hc, d), (MAX_LOGITS, 1, CHANNELS)),
-        streams if q is None else _descriptor(q, (BACKWARD_TOKENS, MAX_LOGITS)),
-        streams if grad_collapsed is None else _descriptor(grad_collapsed, (BACKWARD_TOKENS, CHANNELS)),
-        streams if addend is None else _descriptor(addend, tile),
-        streams if grad_x is None else _descriptor(grad_x, tile),
+        streams if q is None else _descriptor(weight, (n, hc, d), (MAX_LOGITS, 1, CHANNELS)),
+        streams if q is None else _descriptor(q, q.shape, (BACKWARD_TOKENS, MAX_LOGITS)),
+        streams if grad_collapsed is None else _descriptor(grad_collapsed, (tokens, d), (BACKWARD_TOKENS, CHANNELS)),
+        streams if addend is None else _descriptor(addend, x.shape, tile),
+        streams if grad_x is None else _descriptor(grad_x, x.shape, tile),
     )
     tensors = (x if t is None else t for t in (pre_mix, coef, part_weight, part_pre_mix))  # what is None is not touched
     options = {
@@ -126,15 +149,13 @@ def projection_backward(
         "NEED_X": grad_x is not None,
         "NEED_WEIGHT": part_weight is not None,
         "NEED_PRE_MIX": part_pre_mix is not None,
-        "WIDTH": WIDTH,
-        "CHUNK": CHUNK,
         "STAGES": 4,
         "num_warps": 4,
     }
-    items = -(-tokens // CHUNK) * -(-d // (WIDTH * CHANNELS)) * (hc // group)
-    args = (*descriptors, *tensors, tokens, d // 8, n, items)
-    # A program an SM; what it computes does not depend on how many share the items.
-    programs = min(items, arch.num_sms(x.device)) if x.is_cuda else items
+    work = items(tokens, hc // group, d, chunk)
+    args = (*descriptors, *tensors, taken, tokens, d // 8, n, chunk, work)
+    # A program an SM; what is computed does not depend on which takes an item.
+    programs = min(work, arch.num_sms(x.device)) if x.is_cuda else work
     return Launch(projection_backward_kernel, (programs,), args, options)
 
 
@@ -147,21 +168,42 @@ def finish(products, squares, mixes, rstd, eps, width) -> Launch:
     return Launch(finish_kernel, _blocks(tokens, FINISH["TOKENS"]), args, FINISH)
 
 
-def prepare(mixes, rstd, grad_mixes, q, coef, width) -> Launch:
-    """What the backward's kernel reads, from the gradient of the mixes."""
+def prepare(mixes, rstd, grad_mixes, q, coef, weight, narrow, taken, width) -> Launch:
+    """What the backward's kernel reads, from the gradient of the mixes; narrow is None if the weight is bf16."""
     from mhc_projection.kernels.reductions import prepare_kernel
 
     tokens, n = mixes.shape
-    args = (mixes, rstd, grad_mixes, q, coef, float(width), tokens, n)
-    return Launch(prepare_kernel, _blocks(tokens, PREPARE["TOKENS"]), args, PREPARE)
+    programs, rounding, size = -(-tokens // PREPARE["TOKENS"]), *_rounding(weight, narrow)
+    args = (mixes, rstd, grad_mixes, q, coef, weight, q if narrow is None else narrow, taken)
+    numbers = (float(width), tokens, n, programs, size)
+    return Launch(prepare_kernel, (programs + rounding,), args + numbers, {**PREPARE, "BLOCK": ROUND})
 
 
-def sum_parts(part, out, *, transpose: bool) -> Launch:
-    """The sum over the first axis of part, in a fixed order."""
+def _rounding(weight, narrow) -> tuple[int, int]:
+    """Programs that round the weight, and its size."""
+    return (0, 0) if narrow is None else (-(-weight.numel() // ROUND), weight.numel())
+
+
+def sums(hc, tokens, gates=None, weight=None, pre_mix=None) -> Launch:
+    """The sums over what the backward's kernels left, each a pair of parts and results or None.
+
+    gates: (part_base, part_scale) and (grad_base, grad_scale); weight and pre_mix: a part and a gradient.
+    """
     from mhc_projection.kernels.reductions import sum_kernel
 
-    args = (part, out, *part.shape)
-    return Launch(sum_kernel, _blocks(out.numel(), SUM["BLOCK"]), args, {"TRANSPOSE": transpose, **SUM})
+    some = next(pair for pair in (gates and (gates[0][0], gates[1][0]), weight, pre_mix) if pair is not None)
+    none = some[0], some[1]  # what is None is not touched
+    (part_base, part_scale), (grad_base, grad_scale) = gates or ((none[0],) * 2, (none[1],) * 2)
+    (part_weight, grad_weight), (part_pre, grad_pre) = weight or none, pre_mix or none
+    size, chunks = (grad_weight.numel(), part_weight.shape[0]) if weight else (0, 0)
+    weight_programs, pre_programs = _blocks(size, SUM["BLOCK"])[0], 0
+    if pre_mix:
+        pre_programs = _blocks(grad_pre.numel(), SUM["BLOCK"])[0]
+    parts, gate_programs = (part_base.shape[1], part_base.shape[0] + 3) if gates else (0, 0)
+    tensors = (part_base, part_scale, part_weight, part_pre, grad_base, grad_scale, grad_weight, grad_pre)
+    numbers = (tokens, size, parts, chunks, part_pre.shape[0], gate_programs, weight_programs)
+    grid = (gate_programs + weight_programs + pre_programs,)
+    return Launch(sum_kernel, grid, tensors + numbers, {"HC": hc, **SUM})
 
 
 def gates(products, squares, mixes, rstd, scale, base, gates, rms_eps, eps, width, iters) -> Launch:
@@ -172,38 +214,36 @@ def gates(products, squares, mixes, rstd, scale, base, gates, rms_eps, eps, widt
     tokens, hc = gates[0].shape
     parts = (products, squares) if finish else (mixes, mixes)
     rstd = rstd if finish else mixes
-    numbers = (float(rms_eps), float(eps), width * SQUARES_SCALE, tokens, squares.shape[0] if finish else 0)
+    numbers = (float(rms_eps), float(eps), width * SQUARES_SCALE, iters, tokens, squares.shape[0] if finish else 0)
     args = (*parts, mixes, rstd, scale, base, *gates, *numbers)
-    options = {"HC": hc, "ITERS": iters, "FINISH": finish, **GATES}
-    return Launch(gates_kernel, _blocks(tokens, GATES["TOKENS"]), args, options)
+    return Launch(gates_kernel, _blocks(tokens, GATES["TOKENS"]), args, {"HC": hc, "FINISH": finish, **GATES})
 
 
-def gates_backward(mixes, rstd, scale, base, grads, grad_mixes, q, coef, parts, eps, width, iters) -> Launch:
-    """The gates' backward: grad_mixes from mixes (T, n), or with q given q and coef from mixes (n, T)."""
+def gates_backward(mixes, rstd, scale, base, grads, results, workspace, eps, width, iters) -> Launch:
+    """The gates' backward from mixes (T, n) to results = (grad_mixes,).
+
+    Or from mixes (n, T) to results = (q, coef, weight, narrow, taken), as `prepare`.
+    """
     from mhc_projection.kernels.gates import gates_backward_kernel
 
-    prepare = q is not None
+    prepare = len(results) > 1
     tokens, hc = grads[0].shape
-    results = (mixes, q, coef) if prepare else (grad_mixes, mixes, mixes)  # what is not written to is not touched
-    numbers = (float(eps), float(width), tokens, parts[0].shape[1])
-    args = (mixes, rstd if prepare else mixes, scale, base, *grads, *results, *parts, *numbers)
-    options = {"HC": hc, "ITERS": iters, "PREPARE": prepare, **GATES}
-    return Launch(gates_backward_kernel, _blocks(tokens, GATES["TOKENS"]), args, options)
-
-
-def gate_parameters(part_base, part_scale, grad_base, grad_scale, hc) -> Launch:
-    """Gradients of base and scale from the parts that the gates' backward wrote."""
-    from mhc_projection.kernels.gates import gate_parameters_kernel
-
-    args = (part_base, part_scale, grad_base, grad_scale, part_base.shape[1])
-    return Launch(gate_parameters_kernel, (1,), args, {"HC": hc, **PARAMETERS})
+    # What a variant does not touch is given as mixes.
+    grad_mixes, q, coef, weight, narrow, taken = (mixes, *results) if prepare else (*results, *(mixes,) * 5)
+    rounding, size = _rounding(weight, narrow) if prepare else (0, 0)
+    programs = -(-tokens // GATES_BACKWARD["TOKENS"])
+    numbers = (float(eps), float(width), iters, tokens, workspace[0].shape[1], programs, size)
+    tensors = (grad_mixes, q, coef, *workspace, weight, q if narrow is None else narrow, taken)
+    args = (mixes, rstd if prepare else mixes, scale, base, *grads, *tensors, *numbers)
+    options = {"HC": hc, "PREPARE": prepare, **GATES_BACKWARD, "BLOCK": ROUND}
+    return Launch(gates_backward_kernel, (programs + rounding,), args, options)
 
 
 def variants() -> "list[Variant]":
     """What launches compile, for `hopper_kernels.precompile`: for hc = 4, 20 iterations and fp32 parameters."""
     from hopper_kernels.precompile import Variant
 
-    hc, d, tokens, iters = 4, 5120, 2 * CHUNK, 20
+    hc, d, tokens, iters = 4, 5120, 2 * CHUNKS[0], 20
     n = logits(hc)
 
     def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -213,24 +253,27 @@ def variants() -> "list[Variant]":
     collapsed, q = meta(tokens, d, dtype=torch.bfloat16), meta(tokens, 2 * MAX_LOGITS, dtype=torch.bfloat16)
     pre, comb, mixes, rstd = meta(tokens, hc), meta(tokens, hc, hc), meta(tokens, n), meta(tokens)
     products, squares = meta(splits(d), n, tokens), meta(splits(d), tokens)
-    part_weight, part_pre_mix = meta(2, n, hc * d), meta(d // (WIDTH * CHANNELS), hc, tokens)
-    parts, three = parameter_parts(x, tokens, n), (pre, pre, comb)
+    part_weight, part_pre_mix = meta(2, n, hc * d), meta(d // CHANNELS, hc, tokens)
+    workspace, three = gate_workspace(x, tokens, hc, iters), (pre, pre, comb)
     scale, base = meta(3), meta(n)
+    taken = meta(1, dtype=torch.int32)
+    pairs = (workspace[:2], (base, scale)), (part_weight, meta(n, hc * d)), (part_pre_mix, pre)
     found = [
         Variant("finish", finish(products, squares, mixes, rstd, 1e-20, hc * d).compile),
-        Variant("prepare", prepare(mixes, rstd, mixes, q, rstd, hc * d).compile),
-        Variant("sum", sum_parts(part_weight, meta(n, hc * d), transpose=False).compile),
-        Variant("sum[transpose=1]", sum_parts(part_pre_mix, pre, transpose=True).compile),
-        Variant("gate_parameters", gate_parameters(*parts, base, scale, hc).compile),
+        Variant("sum", sums(hc, tokens, *pairs).compile),
     ]
+    for given in (weight, meta(n, hc * d)):
+        rounded = (given, None if given is weight else weight, taken)
+        flag = f"weight={str(given.dtype).removeprefix('torch.')}"
+        found.append(Variant(f"prepare[{flag}]", prepare(mixes, rstd, mixes, q, rstd, *rounded, hc * d).compile))
+        launch = gates_backward(mixes, rstd, scale, base, three, (q, rstd, *rounded), workspace, 1e-6, hc * d, iters)
+        found.append(Variant(f"gates_backward[together=1,{flag}]", launch.compile))
+    launch = gates_backward(mixes, None, scale, base, three, (mixes,), workspace, 1e-6, 1, iters)
+    found.append(Variant("gates_backward[together=0]", launch.compile))
     for together in (False, True):
-        flag = f"together={int(together)}"
         forward = (products, squares) if together else (None, None)
         launch = gates(*forward, mixes, rstd, scale, base, three, 1e-20, 1e-6, hc * d, iters)
-        found.append(Variant(f"gates[{flag}]", launch.compile))
-        results = (None, q, rstd) if together else (mixes, None, None)
-        launch = gates_backward(mixes, rstd, scale, base, three, *results, parts, 1e-6, hc * d, iters)
-        found.append(Variant(f"gates_backward[{flag}]", launch.compile))
+        found.append(Variant(f"gates[together={int(together)}]", launch.compile))
     tensor_cores = ("HGMMA", "UTMALDG")
     for collapse in (False, True):
         flag = f"collapse={int(collapse)}"
@@ -239,7 +282,7 @@ def variants() -> "list[Variant]":
         for addend in (None, x):
             gradients = (q, rstd, collapsed if collapse else None, addend, x, part_weight)
             part = part_pre_mix if collapse else None
-            launch = projection_backward(x, weight, pre if collapse else None, *gradients, part)
+            launch = projection_backward(x, weight, pre if collapse else None, *gradients, part, taken, CHUNKS[0])
             label = f"projection_backward[{flag},addend={int(addend is not None)}]"
             found.append(Variant(label, launch.compile, (*tensor_cores, "UTMASTG")))
     return found

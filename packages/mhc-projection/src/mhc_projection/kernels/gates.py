@@ -6,6 +6,7 @@ matrices, row by row.
 
 import triton
 import triton.language as tl
+from mhc_projection.kernels.reductions import round_weight
 
 
 @triton.jit
@@ -123,17 +124,24 @@ def _multiply(s, factors, HC: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _subtract_dot(g, s, HC: tl.constexpr, COLUMNS: tl.constexpr):
-    """g less its dot product with s along each column, or each row."""
-    dots = _sums(_products(g, s, HC * HC), HC, COLUMNS)
+def _subtract_sums(h, s, HC: tl.constexpr, COLUMNS: tl.constexpr):
+    """h less the sum of its column, or its row, times s."""
+    sums = _sums(h, HC, COLUMNS)
     new = ()
     for i in tl.static_range(HC):
         for j in tl.static_range(HC):
-            new = new + (g[i * HC + j] - dots[j if COLUMNS else i],)
+            new = new + (h[i * HC + j] - sums[j if COLUMNS else i] * s[i * HC + j],)
     return new
 
 
-@triton.jit(do_not_specialize=["rms_eps", "eps", "width", "tokens", "splits"])
+@triton.jit
+def _iterate(s, eps, HC: tl.constexpr):
+    """One normalisation of the rows and one of the columns."""
+    s = _divide(s, _add(_sums(s, HC, False), eps, HC), HC, False)
+    return _divide(s, _add(_sums(s, HC, True), eps, HC), HC, True)
+
+
+@triton.jit(do_not_specialize=["rms_eps", "eps", "width", "iters", "tokens", "splits"])
 def gates_kernel(
     products,
     squares,
@@ -147,11 +155,12 @@ def gates_kernel(
     rms_eps,
     eps,
     width,
+    iters,
     tokens,
     splits,
     HC: tl.constexpr,
-    ITERS: tl.constexpr,
     FINISH: tl.constexpr,
+    TOGETHER: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
     """The gates of mixes (tokens, n); with FINISH, first mixes (n, tokens) and rstd from the projection's parts.
@@ -164,11 +173,12 @@ def gates_kernel(
     if FINISH:
         m = _load(products, t, in_t, tokens, N, True)
         square = tl.load(squares + t, mask=in_t, other=0.0)
-        for _ in range(1, splits):
-            products += tokens.to(tl.int64) * N
-            squares += tokens
-            m = _sum_of(m, _load(products, t, in_t, tokens, N, True), N)
-            square += tl.load(squares + t, mask=in_t, other=0.0)
+        for first in range(1, splits, TOGETHER):
+            for k in tl.static_range(TOGETHER):  # their loads are under way together
+                inside = in_t & (first + k < splits)
+                part = products + tokens.to(tl.int64) * N * (first + k)
+                m = _sum_of(m, _load(part, t, inside, tokens, N, True), N)
+                square += tl.load(squares + tokens.to(tl.int64) * (first + k) + t, mask=inside, other=0.0)
         r = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(square, width) + rms_eps))
         m = _times(m, r, N)
         _store(mixes, m, t, in_t, tokens, 0, N, N, True)
@@ -182,9 +192,8 @@ def gates_kernel(
         tl.store(post + t * HC + i, 2.0 * _sigmoid(z_post[i]), mask=in_t)
     s = _add(_softmax(_affine(m, scale, base, 2, 2 * HC, HC * HC), HC), eps, HC * HC)
     s = _divide(s, _add(_sums(s, HC, True), eps, HC), HC, True)
-    for _ in range(1, ITERS):
-        s = _divide(s, _add(_sums(s, HC, False), eps, HC), HC, False)
-        s = _divide(s, _add(_sums(s, HC, True), eps, HC), HC, True)
+    for _ in range(1, iters):
+        s = _iterate(s, eps, HC)
     _store(comb, s, t, in_t, tokens, 0, HC * HC, HC * HC, False)
 
 
@@ -214,55 +223,40 @@ def _gate_slopes(g, z, factor, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _iterate(s, eps, HC: tl.constexpr):
-    """One normalisation of the rows and one of the columns, with their denominators."""
-    rows = _add(_sums(s, HC, False), eps, HC)
-    s = _divide(s, rows, HC, False)
-    columns = _add(_sums(s, HC, True), eps, HC)
-    return _divide(s, columns, HC, True), rows, columns
-
-
-@triton.jit
-def _iterate_slopes(g, s, eps, HC: tl.constexpr, COUNT: tl.constexpr):
-    """Gradients through COUNT iterations that start from s.
-
-    Their denominators are kept; the iterates are rebuilt from the last one.
-    """
-    denominators = ()
-    for _ in tl.static_range(COUNT):
-        s, rows, columns = _iterate(s, eps, HC)
-        denominators = denominators + ((rows, columns),)
-    for k in tl.static_range(COUNT):
-        rows, columns = denominators[COUNT - 1 - k]
-        g = _divide(_subtract_dot(g, s, HC, True), columns, HC, True)
-        s = _multiply(s, columns, HC, True)
-        g = _divide(_subtract_dot(g, s, HC, False), rows, HC, False)
-        s = _multiply(s, rows, HC, False)
-    return g
-
-
-@triton.jit
-def _comb_slopes(g, z, eps, HC: tl.constexpr, ITERS: tl.constexpr):
+def _comb_slopes(g, z, denominators, t, in_t, tokens, eps, iters, HC: tl.constexpr):
     """Gradients of the logits of the mixing matrix.
 
-    The registers hold the denominators of a third of the iterations; the others are computed once more for their own.
+    All denominators of a token are kept in `denominators` (iters - 1, 2 * HC, tokens), those of the rows first; the
+    iterates S are rebuilt from the last one. For one step S' = S / D the gradient G of S' gives (G - sum(G S')) / D for
+    S, so H = G S' becomes H - sum(H) S'.
     """
-    THIRD: tl.constexpr = (ITERS - 1) // 3
     soft = _softmax(z, HC)
-    start = _add(soft, eps, HC * HC)
-    first = _add(_sums(start, HC, True), eps, HC)
-    start = _divide(start, first, HC, True)
-    middle = start
-    for _ in range(THIRD):  # loops, so that the compiler does not keep what it computes again below
-        middle, _rows, _columns = _iterate(middle, eps, HC)
-    s = middle
-    for _ in range(THIRD):
-        s, _rows, _columns = _iterate(s, eps, HC)
-    g = _iterate_slopes(g, s, eps, HC, ITERS - 1 - 2 * THIRD)
-    g = _iterate_slopes(g, middle, eps, HC, THIRD)
-    g = _iterate_slopes(g, start, eps, HC, THIRD)
-    g = _divide(_subtract_dot(g, start, HC, True), first, HC, True)
-    return _products(soft, _subtract_dot(g, soft, HC, False), HC * HC)
+    s = _add(soft, eps, HC * HC)
+    s = _divide(s, _add(_sums(s, HC, True), eps, HC), HC, True)
+    for k in range(iters - 1):
+        rows = _add(_sums(s, HC, False), eps, HC)
+        s = _divide(s, rows, HC, False)
+        columns = _add(_sums(s, HC, True), eps, HC)
+        s = _divide(s, columns, HC, True)
+        place = denominators + tokens.to(tl.int64) * (k * 2 * HC)
+        _store(place, rows + columns, t, in_t, tokens, 0, 2 * HC, 2 * HC, True)
+    tl.debug_barrier()  # another thread of the program may be the one that reads them
+    h = _products(g, s, HC * HC)
+    last = denominators + tokens.to(tl.int64) * ((iters - 2) * 2 * HC)
+    kept = _load(last, t, in_t & (iters > 1), tokens, 2 * HC, True)
+    for k in range(iters - 1):
+        last -= tokens.to(tl.int64) * (2 * HC)
+        next = _load(last, t, in_t & (k < iters - 2), tokens, 2 * HC, True)
+        h = _subtract_sums(h, s, HC, True)
+        s = _multiply(s, kept[HC:], HC, True)
+        h = _subtract_sums(h, s, HC, False)
+        s = _multiply(s, kept[:HC], HC, False)
+        kept = next
+    h = _subtract_sums(h, s, HC, True)
+    shares = ()
+    for k in tl.static_range(HC * HC):  # of the softmax in softmax + eps; 0 where both are
+        shares = shares + (tl.where(soft[k] == 0.0, 0.0, soft[k] / (soft[k] + eps)),)
+    return _subtract_sums(_products(h, shares, HC * HC), soft, HC, False)
 
 
 @triton.jit
@@ -279,8 +273,9 @@ def _place(values, COUNT: tl.constexpr):
     return tl.reshape(row[0], [values[0].shape[0], 32])
 
 
-@triton.jit(do_not_specialize=["eps", "width", "tokens", "parts"])
-def gates_backward_kernel(
+@triton.jit
+def _gates_backward(
+    program,
     mixes,
     rstd,
     scale,
@@ -293,38 +288,45 @@ def gates_backward_kernel(
     coef,
     part_base,
     part_scale,
+    denominators,
+    taken,
     eps,
     width,
+    iters,
     tokens,
     parts,
     HC: tl.constexpr,
-    ITERS: tl.constexpr,
     PREPARE: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """From mixes (tokens, n), grad_mixes (tokens, n). With PREPARE from mixes (n, tokens) q and coef instead.
-
-    Those are what the projection's backward takes; see `prepare_kernel`. This program's sums over its tokens of dz and
-    of dz * mixes go to part_base and part_scale (n, parts).
-    """
     N: tl.constexpr = HC * (HC + 2)
-    program = tl.program_id(0)
     t = program.to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     in_t = t < tokens
     m = _load(mixes, t, in_t, tokens, N, PREPARE)
     dz = _gate_slopes(_load(grad_pre, t, in_t, tokens, HC, False), _affine(m, scale, base, 0, 0, HC), 1.0, HC)
     dz = dz + _gate_slopes(_load(grad_post, t, in_t, tokens, HC, False), _affine(m, scale, base, 1, HC, HC), 2.0, HC)
     g = _load(grad_comb, t, in_t, tokens, HC * HC, False)
-    dz = dz + _comb_slopes(g, _affine(m, scale, base, 2, 2 * HC, HC * HC), eps, HC, ITERS)
+    z = _affine(m, scale, base, 2, 2 * HC, HC * HC)
+    dz = dz + _comb_slopes(g, z, denominators, t, in_t, tokens, eps, iters, HC)
+    # Sums over the 32 tokens of a warp, so that warps need not wait for each other.
+    base_sums = ()
+    scale_sums = ()
+    for k in tl.static_range(N):
+        base_term = tl.where(in_t, dz[k], 0.0)
+        scale_term = tl.where(in_t, dz[k] * m[k], 0.0)
+        base_sums = base_sums + (tl.sum(tl.reshape(base_term, [TOKENS // 32, 32]), axis=1),)
+        scale_sums = scale_sums + (tl.sum(tl.reshape(scale_term, [TOKENS // 32, 32]), axis=1),)
+    part = program * (TOKENS // 32) + tl.arange(0, TOKENS // 32)
     j = tl.arange(0, 32)
-    sums = tl.sum(tl.where(in_t[:, None], _place(dz, N), 0.0), axis=0)
-    tl.store(part_base + j * parts + program, sums, mask=j < N)
-    sums = tl.sum(tl.where(in_t[:, None], _place(_products(dz, m, N), N), 0.0), axis=0)
-    tl.store(part_scale + j * parts + program, sums, mask=j < N)
+    address = j[None, :] * parts + part[:, None]
+    inside = (j < N)[None, :] & (part < parts)[:, None]
+    tl.store(part_base + address, _place(base_sums, N), mask=inside)
+    tl.store(part_scale + address, _place(scale_sums, N), mask=inside)
     g = ()
     for k in tl.static_range(N):
         g = g + (dz[k] * tl.load(scale + min(k // HC, 2)).to(tl.float32),)
     if PREPARE:
+        tl.store(taken, 0, mask=program == 0)
         r = tl.load(rstd + t, mask=in_t, other=0.0)
         dot = g[0] * m[0]
         for k in tl.static_range(1, N):
@@ -340,22 +342,68 @@ def gates_backward_kernel(
         _store(grad_mixes, g, t, in_t, tokens, 0, N, N, False)
 
 
-@triton.jit(do_not_specialize=["parts"])
-def gate_parameters_kernel(
-    part_base, part_scale, grad_base, grad_scale, parts, HC: tl.constexpr, LOGITS: tl.constexpr, BLOCK: tl.constexpr
+@triton.jit(do_not_specialize=["eps", "width", "iters", "tokens", "parts", "programs", "size"])
+def gates_backward_kernel(
+    mixes,
+    rstd,
+    scale,
+    base,
+    grad_pre,
+    grad_post,
+    grad_comb,
+    grad_mixes,
+    q,
+    coef,
+    part_base,
+    part_scale,
+    denominators,
+    weight,
+    narrow,
+    taken,
+    eps,
+    width,
+    iters,
+    tokens,
+    parts,
+    programs,
+    size,
+    HC: tl.constexpr,
+    PREPARE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """Adds the programs' sums, always in the same order: grad_base (n,), and grad_scale (3,) by section."""
-    j = tl.arange(0, LOGITS)
-    n: tl.constexpr = HC * (HC + 2)
-    base = tl.zeros([LOGITS, BLOCK], tl.float32)
-    scale = tl.zeros([LOGITS, BLOCK], tl.float32)
-    for first in range(0, parts, BLOCK):
-        k = first + tl.arange(0, BLOCK)
-        inside = (j < n)[:, None] & (k < parts)[None, :]
-        base += tl.load(part_base + j[:, None] * parts + k[None, :], mask=inside, other=0.0)
-        scale += tl.load(part_scale + j[:, None] * parts + k[None, :], mask=inside, other=0.0)
-    tl.store(grad_base + j, tl.sum(base, axis=1), mask=j < n)
-    by_logit = tl.sum(scale, axis=1)
-    section = tl.minimum(j // HC, 2)
-    for s in tl.static_range(3):
-        tl.store(grad_scale + s, tl.sum(tl.where((section == s) & (j < n), by_logit, 0.0), axis=0))
+    """From mixes (tokens, n), grad_mixes (tokens, n). With PREPARE from mixes (n, tokens) q and coef instead.
+
+    Those are what the projection's backward takes, and so are narrow, the weight (size,) in bf16, and taken = 0; see
+    `prepare_kernel`. The sums over every 32 tokens of dz and of dz * mixes go to part_base and part_scale (n, parts);
+    denominators is workspace, see `_comb_slopes`. `programs` programs are for tokens.
+    """
+    program = tl.program_id(0)
+    if program < programs:
+        _gates_backward(
+            program,
+            mixes,
+            rstd,
+            scale,
+            base,
+            grad_pre,
+            grad_post,
+            grad_comb,
+            grad_mixes,
+            q,
+            coef,
+            part_base,
+            part_scale,
+            denominators,
+            taken,
+            eps,
+            width,
+            iters,
+            tokens,
+            parts,
+            HC,
+            PREPARE,
+            TOKENS,
+        )
+    else:
+        round_weight(weight, narrow, program - programs, size, BLOCK)

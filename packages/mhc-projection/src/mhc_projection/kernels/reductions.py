@@ -28,10 +28,16 @@ def finish_kernel(products, squares, mixes, rstd, eps, width, tokens, n, splits,
     tl.store(rstd + t, r, mask=in_t)
 
 
-@triton.jit(do_not_specialize=["width", "tokens", "n"])
-def prepare_kernel(mixes, rstd, grad_mixes, q, coef, width, tokens, n, TOKENS: tl.constexpr):
-    """q = rstd * grad_mixes as the sum of two bf16 numbers, (tokens, 2, LOGITS), and coef, x's factor in grad_x."""
-    t = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+@triton.jit
+def round_weight(weight, narrow, program, size, BLOCK: tl.constexpr):
+    """A block of the weight (size,) in bf16."""
+    e = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(narrow + e, tl.load(weight + e, mask=e < size).to(tl.bfloat16), mask=e < size)
+
+
+@triton.jit
+def _prepare(mixes, rstd, grad_mixes, q, coef, program, width, tokens, n, TOKENS: tl.constexpr):
+    t = program.to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     j = tl.arange(0, LOGITS)
     in_t = t < tokens
     inside = in_t[:, None] & (j < n)[None, :]
@@ -48,11 +54,56 @@ def prepare_kernel(mixes, rstd, grad_mixes, q, coef, width, tokens, n, TOKENS: t
     tl.store(coef + t, -tl.div_rn(r * r, width) * tl.sum(g * m, axis=1), mask=in_t)
 
 
-@triton.jit(do_not_specialize=["parts", "rows", "columns"])
-def sum_kernel(part, out, parts, rows, columns, TRANSPOSE: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Sums part (parts, rows, columns) over its first axis, PARTS at a time; out is (rows, columns), or transposed."""
-    e = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    size = rows.to(tl.int64) * columns
+@triton.jit(do_not_specialize=["width", "tokens", "n", "programs", "size"])
+def prepare_kernel(
+    mixes,
+    rstd,
+    grad_mixes,
+    q,
+    coef,
+    weight,
+    narrow,
+    taken,
+    width,
+    tokens,
+    n,
+    programs,
+    size,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """What the projection's backward takes, from the gradient of the mixes.
+
+    q = rstd * grad_mixes as the sum of two bf16 numbers, (tokens, 2, LOGITS); coef, x's factor in grad_x; narrow, the
+    weight (size,) in bf16; taken = 0, the items of work that its programs have taken. `programs` are for tokens.
+    """
+    program = tl.program_id(0)
+    if program < programs:
+        _prepare(mixes, rstd, grad_mixes, q, coef, program, width, tokens, n, TOKENS)
+    else:
+        round_weight(weight, narrow, program - programs, size, BLOCK)
+    if program == 0:
+        tl.store(taken, 0)
+
+
+@triton.jit
+def _sum_block(
+    part,
+    out,
+    program,
+    parts,
+    columns,
+    ROWS: tl.constexpr,
+    TRANSPOSE: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A block of the sum of part (parts, ROWS, columns) over its first axis, PARTS at a time.
+
+    out is (ROWS, columns), or transposed.
+    """
+    e = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    size = columns.to(tl.int64) * ROWS
     k = tl.arange(0, PARTS)
     total = tl.zeros([BLOCK], tl.float32)
     for first in range(0, parts, PARTS):
@@ -60,7 +111,67 @@ def sum_kernel(part, out, parts, rows, columns, TRANSPOSE: tl.constexpr, PARTS: 
         inside = (row < parts)[:, None] & (e < size)[None, :]
         total += tl.sum(tl.load(part + row.to(tl.int64)[:, None] * size + e[None, :], mask=inside, other=0.0), axis=0)
     if TRANSPOSE:
-        address = out + e % columns * rows + e // columns
+        address = out + e % columns * ROWS + e // columns
     else:
         address = out + e
     tl.store(address, total, mask=e < size)
+
+
+@triton.jit
+def _sum_parameters(
+    part_base, part_scale, grad_base, grad_scale, program, parts, HC: tl.constexpr, BLOCK: tl.constexpr
+):
+    """A program's sum over parts (n, parts): n programs for grad_base (n,), then one for each section of grad_scale."""
+    n: tl.constexpr = HC * (HC + 2)
+    if program < n:
+        tl.store(grad_base + program, _sum_range(part_base + program * parts, parts, BLOCK))
+    else:
+        section = program - n
+        size = tl.where(section < 2, HC, HC * HC) * parts
+        tl.store(grad_scale + section, _sum_range(part_scale + section * HC * parts, size, BLOCK))
+
+
+@triton.jit
+def _sum_range(values, size, BLOCK: tl.constexpr):
+    total = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, size, BLOCK):
+        e = first + tl.arange(0, BLOCK)
+        total += tl.load(values + e, mask=e < size, other=0.0)
+    return tl.sum(total, axis=0)
+
+
+@triton.jit(do_not_specialize=["tokens", "size", "parts", "chunks", "blocks", "gate_programs", "weight_programs"])
+def sum_kernel(
+    part_base,
+    part_scale,
+    part_weight,
+    part_pre_mix,
+    grad_base,
+    grad_scale,
+    grad_weight,
+    grad_pre_mix,
+    tokens,
+    size,
+    parts,
+    chunks,
+    blocks,
+    gate_programs,
+    weight_programs,
+    HC: tl.constexpr,
+    PARAMETERS: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Adds what the backward's kernels left for blocks of tokens or channels, always in the same order.
+
+    The first gate_programs (n + 3 or 0) add part_base and part_scale (n, parts); weight_programs add part_weight
+    (chunks, size); the others add part_pre_mix (blocks, HC, tokens) to grad_pre_mix (tokens, HC).
+    """
+    program = tl.program_id(0)
+    if program < gate_programs:
+        _sum_parameters(part_base, part_scale, grad_base, grad_scale, program, parts, HC, PARAMETERS)
+    elif program < gate_programs + weight_programs:
+        _sum_block(part_weight, grad_weight, program - gate_programs, chunks, size, 1, False, PARTS, BLOCK)
+    else:
+        program -= gate_programs + weight_programs
+        _sum_block(part_pre_mix, grad_pre_mix, program, blocks, tokens, HC, True, PARTS, BLOCK)
