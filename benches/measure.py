@@ -42,6 +42,7 @@ def run_case(case: Case, device: torch.device, clocks: ClockLog, quick: bool, ro
         start = time.perf_counter()
         _time(calls, {c.name for c in case.candidates if c.graph}, entries, device, quick, rounds)
         clock = clocks.between(start, time.perf_counter())
+        progress(f"{case.label}: {_summary(entries)}")
     else:
         clock = None
     del inputs, calls
@@ -49,6 +50,12 @@ def run_case(case: Case, device: torch.device, clocks: ClockLog, quick: bool, ro
         torch.cuda.empty_cache()
     unit = "bytes" if case.bytes is not None else "flops"
     return {"label": case.label, "work": case.work, "unit": unit, "clocks": clock, "candidates": entries}
+
+
+def _summary(entries: list[dict[str, Any]]) -> str:
+    """What was measured so far, in case the run is cut off."""
+    state = "flushed" if any("flushed" in entry for entry in entries) else "host"
+    return ", ".join(f"{entry['name']} {entry[state]['median_ms']:.4f} ms" for entry in entries if state in entry)
 
 
 def _verified(case: Case, candidate: Candidate, inputs: Any) -> tuple[dict[str, Any], Call | None]:

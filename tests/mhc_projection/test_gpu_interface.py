@@ -131,6 +131,6 @@ def test_both_ways_of_launching_give_the_same_bytes(sizes, monkeypatch):
     count = []
     run = JITFunction.run
     monkeypatch.setattr(JITFunction, "run", lambda *args, **options: count.append(1) or run(*args, **options))
-    monkeypatch.setattr(launcher.Launch, "_key", lambda self: None)
+    monkeypatch.setattr(launcher.Launch, "_key", lambda self: (None, []))
     on_gpu.assert_same(on_gpu.everything(t, c), fast)
     assert len(count) > 20

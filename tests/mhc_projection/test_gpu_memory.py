@@ -174,7 +174,7 @@ def workspace(t, *, backward):
     chunks, blocks = -(-tokens // plan.chunk_size(tokens, hc, d)), -(-d // 64)
     parts_of_weight = 4 * n * hc * d * chunks if chunks > 1 else 0
     gates = 8 * n * -(-tokens // 32) + 8 * hc * (inputs.ITERS - 1) * tokens
-    return copy_of_weight + 132 * tokens + parts_of_weight + 4 * hc * tokens * blocks + gates
+    return copy_of_weight + 132 * tokens + 4 + parts_of_weight + 4 * hc * tokens * blocks + gates
 
 
 @pytest.mark.parametrize("sizes", [(4096, 4, 5120), (1000, 4, 5120), (2500, 2, 200)], ids=str)
