@@ -34,15 +34,15 @@ def _projection(tokens: int, hc: int, d: int, n: int, needs: list[tuple[bool, bo
     calls = 0
     t = _cuda(inputs.operands(tokens, hc, d, n=n))
     grad_mixes, grad_collapsed, addend = _normal((tokens, n)), _normal((tokens, d)), _normal((tokens, hc, d))
-    for x in (t.x, inputs.STRIDES["unaligned slice"](t.x)):
+    for x, weight in ((t.x, t.weight), (inputs.STRIDES["unaligned slice"](t.x), t.weight.bfloat16())):
         for pre_mix in (t.pre_mix, None):
-            mixes, rstd, *_ = _read(OPERATORS.projection_forward(x, t.weight, pre_mix, 1e-20))
+            mixes, rstd, *_ = _read(OPERATORS.projection_forward(x, weight, pre_mix, 1e-20))
             for g_m, g_c, other in itertools.product(
                 (grad_mixes, None), (grad_collapsed, None) if pre_mix is not None else (None,), (addend, None)
             ):
                 g_c, other = (None if g is None else g.bfloat16() for g in (g_c, other))
                 for need in needs:
-                    _read(OPERATORS.projection_backward(x, t.weight, pre_mix, mixes, rstd, g_m, g_c, other, *need))
+                    _read(OPERATORS.projection_backward(x, weight, pre_mix, mixes, rstd, g_m, g_c, other, *need))
                     calls += 1
             calls += 1
     return calls
@@ -62,8 +62,8 @@ def _connection(tokens: int, hc: int, d: int) -> int:
     grads = [_normal((tokens, hc)), _normal((tokens, hc)), _normal((tokens, hc, hc)), _normal((tokens, d)).bfloat16()]
     addend = _normal((tokens, hc, d)).bfloat16()
     calls = 0
-    for pre_mix in (t.pre_mix, None):
-        operands = (*t[:4], pre_mix)
+    for weight, pre_mix in ((t.weight, t.pre_mix), (t.weight.bfloat16(), t.pre_mix), (t.weight, None)):
+        operands = (t.x, weight, t.scale, t.base, pre_mix)
         *_, mixes, rstd, _ = _read(OPERATORS.hyper_connection_forward(*operands, 1e-20, 1e-6, 3))
         for some in (grads[:3], [grads[0], None, None], [None] * 3):
             for g_c, other in itertools.product((grads[3] if pre_mix is not None else None, None), (addend, None)):

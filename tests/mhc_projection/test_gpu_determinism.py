@@ -96,6 +96,20 @@ def test_the_grid_changes_no_bit(sizes, streams, monkeypatch, poison):
     on_gpu.assert_accurate(wanted, on_gpu.exact(t, c), t)
 
 
+@pytest.mark.parametrize("chunk", plan.CHUNKS)
+def test_every_chunk_size(chunk, monkeypatch, poison):
+    """Not only the one that the plan chooses for these sizes: right, the same 50 times, and no matter to a token."""
+    t = on_gpu.operands(2500, 4, 200)
+    c = on_gpu.cotangents(t, *on_gpu.CONNECTION, "streams")
+    planned, asked = on_gpu.connection(t, c), []
+    monkeypatch.setattr(plan, "chunk_size", lambda *sizes: asked.append(sizes) or chunk)
+    poison("nan")
+    found = repeat_bytes(lambda: on_gpu.connection(t, c), 50)
+    assert asked == [(2500, 4, 200)] * 50
+    on_gpu.assert_same(on_gpu.of_a_token(found, ...), on_gpu.of_a_token(planned, ...), f"chunks of {chunk}")
+    on_gpu.assert_accurate(found, on_gpu.exact(t, c), t)
+
+
 def test_the_gradient_of_the_weight_is_the_sum_of_its_chunks():
     """Bit for bit for two of them: what a chunk gives does not depend on the tokens beside it."""
     chunk = plan.CHUNKS[0]

@@ -1,5 +1,6 @@
 """What the host side launches, with which tensors, on CPU tensors: the launches are recorded and not run."""
 
+import contextlib
 import itertools
 import math
 
@@ -132,6 +133,32 @@ def test_no_tokens_launch_nothing(launches):
     assert not launches
     assert [g.shape for g in grads[0]] == [v.shape for v in t]
     assert not any(g.any() for group in grads for g in group)
+
+
+def test_launches_are_on_the_device_of_the_operands(monkeypatch):
+    """Every launch, forward and backward, while the device of x or of the mixes is current."""
+    entered, seen = [], []
+
+    @contextlib.contextmanager
+    def device_of(tensor):
+        entered.append(tensor)
+        yield
+        entered.pop()
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    monkeypatch.setattr(Launch, "run", lambda one: seen.append((names([one])[0], entered[-1] if entered else None)))
+    t, mixes = inputs.operands(CHUNK + 1, 4, 8), torch.empty(CHUNK + 1, 24)
+    by_logit, rstd = saved(t)
+    grads, g_c = gate_gradients(CHUNK + 1), torch.empty(CHUNK + 1, 8, dtype=BF16)
+    launch.projection_forward(t.x, t.weight, t.pre_mix, RMS_EPS)
+    launch.projection_backward(t.x, t.weight, t.pre_mix, mixes, rstd, mixes, g_c, None)
+    launch.gates_forward(mixes, t.scale, t.base, 4, ITERS, HC_EPS)
+    launch.gates_backward(mixes, t.scale, t.base, *grads, 4, ITERS, HC_EPS)
+    launch.hyper_connection_forward(*t, RMS_EPS, HC_EPS, ITERS)
+    launch.hyper_connection_backward(*t, by_logit, rstd, *grads, g_c, None, HC_EPS, ITERS)
+    assert len(seen) == 13
+    for name, current in seen:
+        assert current is t.x or current is mixes, name
 
 
 @pytest.mark.parametrize("name", [*inputs.STRIDES, "all streams alike", "all tokens alike", "one value"])

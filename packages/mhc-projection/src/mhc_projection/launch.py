@@ -40,9 +40,9 @@ def projection_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, weight (fp32) and pre_mix, as `reference.projection_backward`.
 
-    Workspace: 132 bytes a token, and 4; 4 n hc d bytes for each chunk of 512 to 2048 tokens (`plan.chunk_size`) if there
-    are more than one; 4 hc bytes a token for each block of 64 channels; copies of what is not contiguous, and of the
-    weight in bf16.
+    Workspace: 132 bytes a token and 4 more; 4 n hc d bytes for each chunk of 512 to 2048 tokens (`plan.chunk_size`), if
+    it is not the only one; 4 hc bytes a token for each block of 64 channels; copies of what is not contiguous, and of
+    the weight in bf16.
     """
     tokens, hc, d = x.shape
     prepared = None

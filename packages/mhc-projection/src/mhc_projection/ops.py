@@ -25,7 +25,7 @@ def mhc_projection(
     mixes 0 and, with the default eps, a finite gradient. NaN and Inf stay in their token's results; in the gradient of
     the weight they meet all tokens. So do streams beyond 1e18, whose square overflows fp32.
 
-    Kept for the backward: x, weight, pre_mix, and (n + 1) fp32 numbers a token. Bitwise repeatable, no atomics; a
+    Kept for the backward: x, weight, pre_mix, and (n + 1) fp32 numbers a token. Bitwise repeatable; a
     token's results do not depend on its batch (on a CPU: but for the rounding of sums, see `reference`). Second-order
     gradients raise RuntimeError. Autocast changes nothing.
 
