@@ -102,6 +102,18 @@ def test_graph_of_forward_and_backward(warm_up):
         assert_all(graph.replay(), flat_call(*args), f"replay {number}")
 
 
+def test_graph_of_the_collapse_alone():
+    """Without a gradient of the logits nothing is prepared, yet each replay counts its work from zero."""
+    t = on_gpu.operands(1100, 4, 200)
+    c = on_gpu.cotangents(t, "collapsed")
+    graph = capture(lambda: list(on_gpu.connection(t, c).values()))
+    for number in range(3):
+        fresh = *on_gpu.operands(1100, 4, 200), torch.randn_like(c["collapsed"])
+        for buffer, values in zip((*t, *c.values()), fresh, strict=True):
+            buffer.copy_(values)
+        assert_all(graph.replay(), list(on_gpu.connection(t, c).values()), f"replay {number}")
+
+
 def test_graph_with_operands_that_are_copied():
     """Strided and unaligned ones are copied inside the graph, so that a replay reads the originals."""
     args = tensors(300, 4, 72)

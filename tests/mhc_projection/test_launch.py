@@ -8,6 +8,7 @@ import pytest
 import torch
 from hopper_kernels.launcher import Launch
 from mhc_projection import launch, plan
+from mhc_projection.arguments import MAX_LOGITS
 
 from tests.mhc_projection import inputs
 from tests.mhc_projection.inputs import HC_EPS, ITERS, RMS_EPS
@@ -85,7 +86,9 @@ def test_backwards(launches, tokens):
             for one in launches:
                 if names([one]) == ["projection_backward"]:
                     flags = ("PROJECTION", "COLLAPSE", "NEED_X", "NEED_WEIGHT", "NEED_PRE_MIX", "ADDEND")
-                    wanted = (gates, collapsed, needs[0], needs[1] and gates, needs[2] and collapsed)
+                    weight = needs[1] and gates
+                    products = gates and (needs[0] or weight)  # else nothing needs q
+                    wanted = (products, collapsed, needs[0], weight, needs[2] and collapsed)
                     assert tuple(one.options[f] for f in flags) == (*wanted, needs[0] and with_addend)
 
 
@@ -204,7 +207,12 @@ def test_the_splits_of_the_forward_do_not_depend_on_the_tokens(launches):
             assert projection.args[-1] == finish.args[-1] == splits, d
 
 
-def test_the_kernel_scales_the_squares_as_the_plan_says():
-    kernel = pytest.importorskip("mhc_projection.kernels.projection")
-    assert kernel.SQUARES_SCALE.value == plan.SQUARES_SCALE
+def test_the_kernels_know_the_constants_of_the_plan():
+    forward = pytest.importorskip("mhc_projection.kernels.projection")
+    backward = pytest.importorskip("mhc_projection.kernels.projection_backward")
+    reductions = pytest.importorskip("mhc_projection.kernels.reductions")
+    assert {kernel.LOGITS.value for kernel in (forward, backward, reductions)} == {MAX_LOGITS}
+    assert {kernel.CHANNELS.value for kernel in (forward, backward)} == {plan.CHANNELS}
+    assert backward.TOKENS.value == plan.BACKWARD_TOKENS
+    assert forward.SQUARES_SCALE.value == plan.SQUARES_SCALE
     assert math.log2(plan.SQUARES_SCALE).is_integer()  # scaling rounds nothing

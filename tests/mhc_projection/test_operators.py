@@ -308,6 +308,25 @@ def test_second_order_gradients_raise(function, result):
         grad.float().sum().backward()
 
 
+def test_forward_mode_derivatives_raise():
+    """Rather than lose the tangent."""
+    t = inputs.operands(3)
+    x, weight = t.x, t.weight.detach()
+    mixes = torch.zeros(3, 24)
+
+    def gates(m):
+        return mhc_gates(m, t.scale.detach(), t.base.detach(), 4, 2, 1e-6)[0]
+
+    with pytest.raises(RuntimeError):
+        torch.func.jvp(lambda w: mhc_projection(x, w)[0], (weight,), (weight,))
+    with pytest.raises(RuntimeError):
+        torch.func.jacfwd(gates)(mixes)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(weight, weight)
+        with pytest.raises(NotImplementedError):
+            mhc_projection(x, dual)
+
+
 @each_function
 def test_no_tokens(function):
     """Gradients of the parameters are zeros, not missing."""

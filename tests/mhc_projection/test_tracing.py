@@ -5,6 +5,7 @@ import torch
 from mhc_projection import hyper_connection, hyper_connection_streams, mhc_gates, mhc_projection, mhc_projection_streams
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
@@ -264,3 +265,13 @@ def test_compiled_with_a_gradient_of_the_streams_alone():
     addend = torch.tensor([-0.0, 0.0, 1.5, -3.0]).repeat(9 * 16).view(9, 4, 16).to(BF16)
     (grad,) = torch.autograd.grad(compiled(*t), t.x, addend)
     assert_same_bytes(grad, addend + 0.0)
+
+
+def test_traced_with_symbolic_sizes_after_functionalization():
+    """There tensors are no subclass and have sizes that cannot be hashed."""
+    t = inputs.operands(3)
+    f = torch.func.functionalize(lambda x, w, p: mhc_projection(x, w, p)[0])
+    graph = make_fx(f, tracing_mode="symbolic")(t.x, t.weight.detach(), t.pre_mix.detach())
+    other = inputs.operands(7)
+    arguments = other.x, other.weight.detach(), other.pre_mix.detach()
+    assert torch.equal(graph(*arguments), mhc_projection(*arguments)[0])

@@ -71,7 +71,7 @@ def test_the_first_launch_is_tritons_and_the_second_that_of_the_compiled_kernel(
     """With three sizes of the grid, and the compile-time values in the order of the signature, without num_warps."""
     kernel, x, other = Kernel("x", "n", "eps"), torch.zeros(4), torch.ones(8)
     run(kernel, x, 3, 1e-6)
-    assert kernel.log == [("triton", (7,), (x, 3, 1e-6), OPTIONS)]
+    assert kernel.log == [("triton", (7,), (x, 3, 1e-6), OPTIONS | {"enable_fp_fusion": True})]
     run(kernel, other, 5, 0.0)
     assert kernel.ways == ["triton", "compiled"]
     _, grid, args = kernel.log[1]
@@ -224,5 +224,5 @@ def test_the_interpreter_is_always_asked():
 def test_compile_only_compiles():
     kernel, x = Kernel("x"), torch.empty(4, device="meta")
     assert Launch(kernel, (7, 2), (x,), OPTIONS).compile() == "a compiled kernel"
-    assert kernel.log == [("warmup", (7, 2), (x,), OPTIONS)]
+    assert kernel.log == [("warmup", (7, 2), (x,), OPTIONS | {"enable_fp_fusion": True})]
     assert not launcher._compiled

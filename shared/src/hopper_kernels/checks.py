@@ -21,16 +21,22 @@ def remembered(check: Callable[..., None]) -> Callable[..., None]:
     """A check of tensors, numbers and None that remembers what it has accepted.
 
     It may depend on nothing but the tensors' shapes, dtypes and devices and the other arguments' types and values. A
-    call like one that was accepted then costs a fraction. While compiling, and of tensors of a subclass, it remembers
-    nothing.
+    call like one that was accepted then costs a fraction. While compiling, of symbolic sizes and of tensors of a
+    subclass it remembers nothing.
     """
     accepted: set[tuple] = set()
 
     @functools.wraps(check)
     def checked(*arguments) -> None:
-        key = None if torch.compiler.is_compiling() else _signature(arguments)
-        if key is not None and key in accepted:
+        if torch.compiler.is_compiling():
+            check(*arguments)
             return
+        key = _signature(arguments)
+        try:
+            if key in accepted:
+                return
+        except TypeError:  # symbolic sizes
+            key = None
         check(*arguments)
         if key is not None:
             if len(accepted) >= _REMEMBERED:

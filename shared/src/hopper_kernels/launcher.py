@@ -10,6 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+# A product and a sum become one operation, whatever TRITON_DEFAULT_FP_FUSION says: the bits depend on it.
+_CODE = {"enable_fp_fusion": True}
+
 _compiled: dict[tuple, tuple[Any, tuple, Any]] = {}  # the kernel itself too: its id is in the key
 
 
@@ -33,14 +36,14 @@ class Launch(NamedTuple):
             compiled, constants, _ = found
             compiled[self.grid + (1,) * (3 - len(self.grid))](*values, *constants)
             return
-        compiled = self.kernel[self.grid](*self.args, **self.options)
+        compiled = self.kernel[self.grid](*self.args, **self.options, **_CODE)
         if key is not None and compiled is not None and not _specialised(self.kernel, self.args):
             constants = tuple(self.options[name] for name in self.kernel.arg_names[len(self.args) :])
             _compiled[key] = compiled, constants, self.kernel
 
     def compile(self) -> Any:
         """Compile only: the tensors may be meta tensors. Returns Triton's compiled kernel."""
-        return self.kernel.warmup(*self.args, grid=self.grid, **self.options)
+        return self.kernel.warmup(*self.args, grid=self.grid, **self.options, **_CODE)
 
     def _key(self) -> tuple[tuple | None, list]:
         """What the compilation depends on, None if it may depend on more; and the arguments, tensors as addresses.

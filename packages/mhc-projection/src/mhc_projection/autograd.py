@@ -41,6 +41,8 @@ def _autograd_kernel(name: str, save: Callable, differentiate: Callable) -> Call
     def kernel(*arguments):
         if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in arguments):
             return Derivative.apply(*arguments)
+        if torch.autograd.forward_ad._current_level >= 0:  # inside it, a tangent would be dropped without a word
+            return Derivative.apply(*arguments)
         return run(*arguments)
 
     Derivative.__name__ = f"mhc_projection_{name}"

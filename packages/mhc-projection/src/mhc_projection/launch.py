@@ -225,6 +225,8 @@ def _backward(
         else:
             q, coef, weight, narrow, taken = prepared
             weight = weight if narrow is None else narrow
+            if not (need_x or flow_weight):
+                q = coef = None
         with torch.cuda.device_of(x):
             plan.projection_backward(
                 _readable(x),

@@ -240,7 +240,10 @@ def gates_backward(mixes, rstd, scale, base, grads, results, workspace, eps, wid
 
 
 def variants() -> "list[Variant]":
-    """What launches compile, for `hopper_kernels.precompile`: for hc = 4, 20 iterations and fp32 parameters."""
+    """What `hopper_kernels.precompile` compiles: all that training launches with hc = 4 and fp32 scale and base.
+
+    A frozen weight, streams that need no gradient and the collapse alone compile when they are first met.
+    """
     from hopper_kernels.precompile import Variant
 
     hc, d, tokens, iters = 4, 5120, 2 * CHUNKS[0], 20
@@ -281,8 +284,8 @@ def variants() -> "list[Variant]":
         found.append(Variant(f"projection[{flag}]", launch.compile, tensor_cores))
         for addend in (None, x):
             gradients = (q, rstd, collapsed if collapse else None, addend, x, part_weight)
-            part = part_pre_mix if collapse else None
-            launch = projection_backward(x, weight, pre if collapse else None, *gradients, part, taken, CHUNKS[0])
-            label = f"projection_backward[{flag},addend={int(addend is not None)}]"
-            found.append(Variant(label, launch.compile, (*tensor_cores, "UTMASTG")))
+            label = f"projection_backward[{flag},addend={int(addend is not None)}"
+            for part, suffix in ((part_pre_mix, "]"), (None, ",constant]")) if collapse else ((None, "]"),):
+                launch = projection_backward(x, weight, pre if collapse else None, *gradients, part, taken, CHUNKS[0])
+                found.append(Variant(label + suffix, launch.compile, (*tensor_cores, "UTMASTG")))
     return found

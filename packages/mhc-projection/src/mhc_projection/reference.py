@@ -119,7 +119,7 @@ def gates_forward(
         S = softmax of each row of z_comb, + eps;  then 2 iters - 1 times, columns first and last, in turn with rows:
         S = S / (sum of its column or row + eps);  comb is the last S
     So columns sum to 1 almost exactly and rows only as far as the iteration has converged. With eps = 0 a column whose
-    softmax underflows in every row is 0 / 0.
+    softmax underflows in every row is 0 / 0; the kernels, which multiply by inverses, leave the numbers below 3e-39.
 
     Returns pre (T, hc), post (T, hc), comb (T, hc, hc), rows being the streams read and columns those written.
     """

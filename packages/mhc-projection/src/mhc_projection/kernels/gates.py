@@ -6,7 +6,7 @@ matrices, row by row.
 
 import triton
 import triton.language as tl
-from mhc_projection.kernels.reductions import round_weight
+from mhc_projection.kernels.reductions import LOGITS, round_weight
 
 
 @triton.jit
@@ -260,86 +260,17 @@ def _comb_slopes(g, z, denominators, t, in_t, tokens, eps, iters, HC: tl.constex
 
 
 @triton.jit
-def _place(values, COUNT: tl.constexpr):
-    """COUNT vectors over tokens, padded with zeros to 32, as a matrix (tokens, 32)."""
+def _matrix(values, COUNT: tl.constexpr):
+    """COUNT vectors over tokens, padded with zeros to LOGITS = 32, as a matrix (tokens, LOGITS)."""
     row = values
-    for _ in tl.static_range(32 - COUNT):
+    for _ in tl.static_range(LOGITS - COUNT):
         row = row + (tl.zeros_like(values[0]),)
     for level in tl.static_range(5):
         joined = ()
         for k in tl.static_range(16 >> level):
             joined = joined + (tl.join(row[k], row[k + (16 >> level)]),)
         row = joined
-    return tl.reshape(row[0], [values[0].shape[0], 32])
-
-
-@triton.jit
-def _gates_backward(
-    program,
-    mixes,
-    rstd,
-    scale,
-    base,
-    grad_pre,
-    grad_post,
-    grad_comb,
-    grad_mixes,
-    q,
-    coef,
-    part_base,
-    part_scale,
-    denominators,
-    taken,
-    eps,
-    width,
-    iters,
-    tokens,
-    parts,
-    HC: tl.constexpr,
-    PREPARE: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
-    N: tl.constexpr = HC * (HC + 2)
-    t = program.to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    in_t = t < tokens
-    m = _load(mixes, t, in_t, tokens, N, PREPARE)
-    dz = _gate_slopes(_load(grad_pre, t, in_t, tokens, HC, False), _affine(m, scale, base, 0, 0, HC), 1.0, HC)
-    dz = dz + _gate_slopes(_load(grad_post, t, in_t, tokens, HC, False), _affine(m, scale, base, 1, HC, HC), 2.0, HC)
-    g = _load(grad_comb, t, in_t, tokens, HC * HC, False)
-    z = _affine(m, scale, base, 2, 2 * HC, HC * HC)
-    dz = dz + _comb_slopes(g, z, denominators, t, in_t, tokens, eps, iters, HC)
-    # Sums over the 32 tokens of a warp, so that warps need not wait for each other.
-    base_sums = ()
-    scale_sums = ()
-    for k in tl.static_range(N):
-        base_term = tl.where(in_t, dz[k], 0.0)
-        scale_term = tl.where(in_t, dz[k] * m[k], 0.0)
-        base_sums = base_sums + (tl.sum(tl.reshape(base_term, [TOKENS // 32, 32]), axis=1),)
-        scale_sums = scale_sums + (tl.sum(tl.reshape(scale_term, [TOKENS // 32, 32]), axis=1),)
-    part = program * (TOKENS // 32) + tl.arange(0, TOKENS // 32)
-    j = tl.arange(0, 32)
-    address = j[None, :] * parts + part[:, None]
-    inside = (j < N)[None, :] & (part < parts)[:, None]
-    tl.store(part_base + address, _place(base_sums, N), mask=inside)
-    tl.store(part_scale + address, _place(scale_sums, N), mask=inside)
-    g = ()
-    for k in tl.static_range(N):
-        g = g + (dz[k] * tl.load(scale + min(k // HC, 2)).to(tl.float32),)
-    if PREPARE:
-        tl.store(taken, 0, mask=program == 0)
-        r = tl.load(rstd + t, mask=in_t, other=0.0)
-        dot = g[0] * m[0]
-        for k in tl.static_range(1, N):
-            dot += g[k] * m[k]
-        tl.store(coef + t, -tl.div_rn(r * r, width) * dot, mask=in_t)
-        exact = _place(_times(g, r, N), N)
-        high = exact.to(tl.bfloat16)
-        low = (exact - high.to(tl.float32)).to(tl.bfloat16)
-        address = q + t[:, None] * 64 + j[None, :]
-        tl.store(address, high, mask=in_t[:, None])
-        tl.store(address + 32, low, mask=in_t[:, None])
-    else:
-        _store(grad_mixes, g, t, in_t, tokens, 0, N, N, False)
+    return tl.reshape(row[0], [values[0].shape[0], LOGITS])
 
 
 @triton.jit(do_not_specialize=["eps", "width", "iters", "tokens", "parts", "programs", "size"])
@@ -379,31 +310,47 @@ def gates_backward_kernel(
     denominators is workspace, see `_comb_slopes`. `programs` programs are for tokens.
     """
     program = tl.program_id(0)
-    if program < programs:
-        _gates_backward(
-            program,
-            mixes,
-            rstd,
-            scale,
-            base,
-            grad_pre,
-            grad_post,
-            grad_comb,
-            grad_mixes,
-            q,
-            coef,
-            part_base,
-            part_scale,
-            denominators,
-            taken,
-            eps,
-            width,
-            iters,
-            tokens,
-            parts,
-            HC,
-            PREPARE,
-            TOKENS,
-        )
-    else:
+    if program >= programs:
         round_weight(weight, narrow, program - programs, size, BLOCK)
+        return
+    N: tl.constexpr = HC * (HC + 2)
+    t = program.to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    in_t = t < tokens
+    m = _load(mixes, t, in_t, tokens, N, PREPARE)
+    dz = _gate_slopes(_load(grad_pre, t, in_t, tokens, HC, False), _affine(m, scale, base, 0, 0, HC), 1.0, HC)
+    dz = dz + _gate_slopes(_load(grad_post, t, in_t, tokens, HC, False), _affine(m, scale, base, 1, HC, HC), 2.0, HC)
+    g = _load(grad_comb, t, in_t, tokens, HC * HC, False)
+    z = _affine(m, scale, base, 2, 2 * HC, HC * HC)
+    dz = dz + _comb_slopes(g, z, denominators, t, in_t, tokens, eps, iters, HC)
+    # Sums over the 32 tokens of a warp, so that warps need not wait for each other.
+    base_sums = ()
+    scale_sums = ()
+    for k in tl.static_range(N):
+        base_term = tl.where(in_t, dz[k], 0.0)
+        scale_term = tl.where(in_t, dz[k] * m[k], 0.0)
+        base_sums = base_sums + (tl.sum(tl.reshape(base_term, [TOKENS // 32, 32]), axis=1),)
+        scale_sums = scale_sums + (tl.sum(tl.reshape(scale_term, [TOKENS // 32, 32]), axis=1),)
+    part = program * (TOKENS // 32) + tl.arange(0, TOKENS // 32)
+    j = tl.arange(0, LOGITS)
+    address = j[None, :] * parts + part[:, None]
+    inside = (j < N)[None, :] & (part < parts)[:, None]
+    tl.store(part_base + address, _matrix(base_sums, N), mask=inside)
+    tl.store(part_scale + address, _matrix(scale_sums, N), mask=inside)
+    g = ()
+    for k in tl.static_range(N):
+        g = g + (dz[k] * tl.load(scale + min(k // HC, 2)).to(tl.float32),)
+    if PREPARE:
+        tl.store(taken, 0, mask=program == 0)
+        r = tl.load(rstd + t, mask=in_t, other=0.0)
+        dot = g[0] * m[0]
+        for k in tl.static_range(1, N):
+            dot += g[k] * m[k]
+        tl.store(coef + t, -tl.div_rn(r * r, width) * dot, mask=in_t)
+        exact = _matrix(_times(g, r, N), N)
+        high = exact.to(tl.bfloat16)
+        low = (exact - high.to(tl.float32)).to(tl.bfloat16)
+        address = q + t[:, None] * (2 * LOGITS) + j[None, :]
+        tl.store(address, high, mask=in_t[:, None])
+        tl.store(address + LOGITS, low, mask=in_t[:, None])
+    else:
+        _store(grad_mixes, g, t, in_t, tokens, 0, N, N, False)

@@ -4,11 +4,16 @@ from mhc_projection.kernels.tma import barrier
 from mhc_projection.kernels.tma import load as tma_load
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 CHANNELS = gl.constexpr(64)  # of a stream in a step: 128 bytes, the widest swizzle
 LOGITS = gl.constexpr(32)  # of a token, padded with zeros
-SQUARES_SCALE = gl.constexpr(2.0**-10)  # `launch` divides the number of channels by as much
+SQUARES_SCALE = gl.constexpr(2.0**-10)  # `plan` divides the number of channels by as much
 
 
 @gluon.jit
@@ -69,6 +74,7 @@ def projection_kernel(
     bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
         mbarrier.init(bars.index(s), count=1)
+    fence_async_shared()  # the barriers, before TMA meets them
     barrier()
     for s in gl.static_range(STAGES):
         c0 = (first + s // GROUPS) * CHANNELS
@@ -77,8 +83,9 @@ def projection_kernel(
     t = gl.arange(0, TOKENS, layout=ROW)
     c = gl.arange(0, CHANNELS, layout=gl.SliceLayout(0, ROWS))
     in_t = t < tokens - t0
+    KEPT: gl.constexpr = HC <= 4  # whether the registers hold all weights of the collapse
     weights = ()
-    if COLLAPSE:
+    if COLLAPSE and KEPT:
         for i in gl.static_range(HC):
             weights = weights + (gl.load(pre_mix + start * HC + t * HC + i, mask=in_t, other=0.0),)
     total = gl.zeros([TOKENS, LOGITS], gl.float32, ACC)
@@ -99,7 +106,11 @@ def projection_kernel(
                 value = xs.index(slot * GROUP + i).reshape([TOKENS, CHANNELS]).load(ROWS).to(gl.float32)
                 square = gl.fma(value, value, square)
                 if COLLAPSE:
-                    mixed += weights[group * GROUP + i][:, None] * value
+                    if KEPT:
+                        mix = weights[group * GROUP + i]
+                    else:
+                        mix = gl.load(pre_mix + start * HC + t * HC + (group * GROUP + i), mask=in_t, other=0.0)
+                    mixed += mix[:, None] * value
             product = warpgroup_mma_wait(0, deps=[product])
             total += product
             barrier()  # all have read the slot

@@ -28,8 +28,8 @@ def _place(item, blocks, GROUPS: gl.constexpr, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _announce(item, announced, bar):
-    """Tell the other warps which item comes next. What else arrives at the barrier is expected there already."""
+def _announce(item, announced):
+    """Leave the next item for the other warps, before this one arrives at their barrier."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     announced.store(gl.full([1], 0, gl.int32, layout) + item)
     barrier()
@@ -66,15 +66,13 @@ def _load_tiles(
     turn = 0
     item = gl.program_id(0)
     while item < items:
-        # Items are taken as programs get to them: SMs are not equally fast.
-        next = gl.num_programs(0) + gl.atomic_add(taken, 1, sem="relaxed")
         chunk, block, stream = _place(item, blocks, HC // GROUP, GROUP)
         c0 = block * CHANNELS
         first = chunk * chunk_size
         side = turn % 2
         bar = item_full.index(side)
         mbarrier.wait(item_empty.index(side), ((turn // 2) & 1) ^ 1)
-        _announce(item, next_item.index(side), bar)
+        _announce(item, next_item.index(side))
         mbarrier.expect(bar, GROUP * weight.block_type.nbytes * PROJECTION)
         if PROJECTION:
             for i in gl.static_range(GROUP):
@@ -96,10 +94,11 @@ def _load_tiles(
             if COLLAPSE:
                 tma_load(grad_collapsed, [t, c0], bar, gs.index(slot))
             step += 1
-        item = next
+        # Items are taken as programs get to them: SMs are not equally fast.
+        item = gl.num_programs(0) + gl.atomic_add(taken, 1, sem="relaxed")
     side = turn % 2
     mbarrier.wait(item_empty.index(side), ((turn // 2) & 1) ^ 1)
-    _announce(items, next_item.index(side), item_full.index(side))
+    _announce(items, next_item.index(side))
     mbarrier.arrive(item_full.index(side))
 
 
@@ -206,12 +205,10 @@ def _differentiate(
                 barrier()
                 for i in gl.static_range(COUNT):
                     tma_store(grad_x, [t0, stream + FIRST + i, c0], xs.index(slot * GROUP + FIRST + i))
-            if NEED_X and STAGES > 2:  # the slot before this one is free: its stores have read it
+            if NEED_X:  # the slot before this one is free: its stores have read it
                 tma.store_wait(COUNT)
                 mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=step > 0)
             else:
-                if NEED_X:
-                    tma.store_wait(0)
                 mbarrier.arrive(empty.index(slot))
             step += 1
         mbarrier.arrive(item_empty.index(side))
@@ -227,6 +224,8 @@ def _differentiate(
         side = turn % 2
         mbarrier.wait(item_full.index(side), (turn // 2) & 1)
         item = _announced(next_item.index(side))
+    if NEED_X:
+        tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["tokens", "channels_over_8", "n", "chunk", "items"])
@@ -290,6 +289,7 @@ def projection_backward_kernel(
     for s in gl.static_range(2):
         mbarrier.init(item_full.index(s), count=1)
         mbarrier.init(item_empty.index(s), count=2)
+    fence_async_shared()  # the barriers, before TMA meets them
     HALF: gl.constexpr = (GROUP + 1) // 2
     tiles = (xs, ws, qs, gs, others, full, empty, next_item, item_full, item_empty)
     sources = (x, weight, q, grad_collapsed, addend, taken)

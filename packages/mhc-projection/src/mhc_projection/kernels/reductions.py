@@ -35,25 +35,6 @@ def round_weight(weight, narrow, program, size, BLOCK: tl.constexpr):
     tl.store(narrow + e, tl.load(weight + e, mask=e < size).to(tl.bfloat16), mask=e < size)
 
 
-@triton.jit
-def _prepare(mixes, rstd, grad_mixes, q, coef, program, width, tokens, n, TOKENS: tl.constexpr):
-    t = program.to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    j = tl.arange(0, LOGITS)
-    in_t = t < tokens
-    inside = in_t[:, None] & (j < n)[None, :]
-    at = t[:, None] * n + j[None, :]
-    g = tl.load(grad_mixes + at, mask=inside, other=0.0)
-    m = tl.load(mixes + at, mask=inside, other=0.0)
-    r = tl.load(rstd + t, mask=in_t, other=0.0)
-    exact = r[:, None] * g
-    high = exact.to(tl.bfloat16)
-    low = (exact - high.to(tl.float32)).to(tl.bfloat16)
-    row = t[:, None] * (2 * LOGITS) + j[None, :]
-    tl.store(q + row, high, mask=in_t[:, None])
-    tl.store(q + row + LOGITS, low, mask=in_t[:, None])
-    tl.store(coef + t, -tl.div_rn(r * r, width) * tl.sum(g * m, axis=1), mask=in_t)
-
-
 @triton.jit(do_not_specialize=["width", "tokens", "n", "programs", "size"])
 def prepare_kernel(
     mixes,
@@ -78,12 +59,25 @@ def prepare_kernel(
     weight (size,) in bf16; taken = 0, the items of work that its programs have taken. `programs` are for tokens.
     """
     program = tl.program_id(0)
-    if program < programs:
-        _prepare(mixes, rstd, grad_mixes, q, coef, program, width, tokens, n, TOKENS)
-    else:
+    if program >= programs:
         round_weight(weight, narrow, program - programs, size, BLOCK)
-    if program == 0:
-        tl.store(taken, 0)
+        return
+    tl.store(taken, 0, mask=program == 0)
+    t = program.to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    j = tl.arange(0, LOGITS)
+    in_t = t < tokens
+    inside = in_t[:, None] & (j < n)[None, :]
+    at = t[:, None] * n + j[None, :]
+    g = tl.load(grad_mixes + at, mask=inside, other=0.0)
+    m = tl.load(mixes + at, mask=inside, other=0.0)
+    r = tl.load(rstd + t, mask=in_t, other=0.0)
+    exact = r[:, None] * g
+    high = exact.to(tl.bfloat16)
+    low = (exact - high.to(tl.float32)).to(tl.bfloat16)
+    row = t[:, None] * (2 * LOGITS) + j[None, :]
+    tl.store(q + row, high, mask=in_t[:, None])
+    tl.store(q + row + LOGITS, low, mask=in_t[:, None])
+    tl.store(coef + t, -tl.div_rn(r * r, width) * tl.sum(g * m, axis=1), mask=in_t)
 
 
 @triton.jit
