@@ -1,0 +1,37 @@
+"""What the compiled kernels must contain, beside the counts in the ahead-of-time table."""
+
+import re
+
+import pytest
+from hopper_kernels import precompile
+
+pytest.importorskip("triton")
+ASYNC_FENCE = "fence.proxy.async"
+
+
+@pytest.fixture(scope="module")
+def ptx():
+    """The PTX of the projection's kernels by variant, compiled for SM90 on any machine."""
+    variants = [v for v in precompile.variants_of("mhc_projection") if v.name.startswith("projection")]
+    with precompile.compile_only_driver():
+        return {variant.name: variant.compile().asm["ptx"] for variant in variants}
+
+
+def test_barriers_are_fenced_before_tma_meets_them(ptx):
+    """Else the copies may not see that they were initialised."""
+    for name, text in ptx.items():
+        setup = text[text.rindex("mbarrier.init") :]
+        if "projection_backward" in name:  # the loading warp's code stands elsewhere; it starts behind a barrier
+            setup = setup[: setup.index("barrier.sync")]
+        else:
+            setup = setup[: setup.index("cp.async.bulk.tensor")]
+        assert ASYNC_FENCE in setup, name
+
+
+def test_stores_are_waited_for_before_the_end(ptx):
+    """Both warpgroups: shared memory may not be given away while TMA reads it."""
+    for name, text in ptx.items():
+        if "projection_backward" in name:
+            waits = re.findall(r"cp\.async\.bulk\.wait_group\.read\s+(0x)?(\d+);", text)
+            assert sorted(int(count) for _, count in waits)[:2] == [0, 0], name
+            assert len(waits) == 4, name
