@@ -13,7 +13,10 @@ from mhc_projection.arguments import MAX_LOGITS, logits
 if TYPE_CHECKING:
     from hopper_kernels.precompile import Variant
 
+# The model that chooses a chunk. The device's own number of SMs does not enter: the bits depend on the choice.
 CHUNKS = 512, 1024, 2048
+SMS = 132
+PART_TOKENS = 42  # as many move the bytes of a part of the weight's gradient, written and read again
 CHANNELS = 64  # of a stream in a tile
 SQUARES_SCALE = 2.0**-10  # of the sums of squares that the forward's kernel writes
 SPLIT_CHANNELS = 640  # channels that one program of the forward takes, about
@@ -41,13 +44,13 @@ def gate_workspace(like: Tensor, tokens: int, hc: int, iters: int) -> tuple[Tens
 def chunk_size(tokens: int, hc: int, d: int) -> int:
     """Tokens whose contributions to the weight's gradient are summed in one go. Its bits follow from that.
 
-    That with the shortest time by a model for 132 SMs, whichever device it is: rounds of items of work, each as long
+    The choice with the shortest time by a model, the same on every device: rounds of items of work on SMS, each as long
     as its tokens and a part of the weight's gradient take, and the end, where SMs wait for the last.
     """
 
     def time(chunk: int) -> float:
-        rounds = -(-items(tokens, hc // group_size(hc), d, chunk) // 132)
-        return rounds * (chunk + 42) + 0.1 * chunk
+        rounds = -(-items(tokens, hc // group_size(hc), d, chunk) // SMS)
+        return rounds * (chunk + PART_TOKENS) + 0.1 * chunk
 
     return min(CHUNKS, key=time)
 
