@@ -35,3 +35,16 @@ def test_stores_are_waited_for_before_the_end(ptx):
             waits = re.findall(r"cp\.async\.bulk\.wait_group\.read\s+(0x)?(\d+);", text)
             assert sorted(int(count) for _, count in waits)[:2] == [0, 0], name
             assert len(waits) == 4, name
+
+
+def test_threads_meet_before_one_of_them_arrives_for_all(ptx):
+    """An arrival tells the other warps that this group has read, or written, shared memory: all of its threads."""
+    for name, text in ptx.items():
+        if "projection_backward" not in name:
+            continue
+        arrivals = [match.start() for match in re.finditer(r"mbarrier\.arrive[.\w]*\.shared", text)]
+        assert len(arrivals) == 7, name  # two of each warpgroup, three of the loading warp
+        for arrival in arrivals:
+            meeting = max(text.rfind(kind, 0, arrival) for kind in ("bar.sync", "bar.warp.sync"))
+            between = text[meeting:arrival]
+            assert not re.search(r"(ld|st)\.shared|try_wait|cp\.async\.bulk\.tensor", between), name

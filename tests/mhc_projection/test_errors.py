@@ -194,8 +194,8 @@ NOT_TYPED_SO = ("x 0-D", "x 1-D", "eps text", "sinkhorn_iters a float")  # the s
     [case for case in BAD_PROJECTIONS if "eps" not in case[0] and case[0] not in NOT_TYPED_SO]
     + [case for case in BAD_CONNECTIONS if case[0] not in NOT_TYPED_SO]
     + [
-        ("x flat", {"x": streams(3, 64)}, "^x must have 3 dimensions, got"),
-        ("x with an axis more", {"x": streams(1, 3, 4, 16), "pre_mix": None}, "^x must have 3 dimensions, got"),
+        ("x flat", {"x": streams(3, 64), "pre_mix": None}, "^weight must have shape"),
+        ("x with an axis more", {"x": streams(1, 3, 4, 16)}, r"^pre_mix must have shape \(1, 3, 4\), got \(3, 4\)"),
         ("pre_mix bf16", {"pre_mix": streams(3, 4)}, "^pre_mix must have dtype float32, got bfloat16"),
     ],
 )
@@ -212,7 +212,8 @@ BACKWARD = PROJECTION | {
     "grad_x_addend": streams(3, 4, 16),
 }
 BAD_BACKWARDS = [
-    ("x flat", {"x": streams(3, 64)}, "^x must have 3 dimensions, got"),
+    ("x flat", {"x": streams(3, 64), "pre_mix": None}, "^weight must have shape"),
+    ("x with an axis more", {"x": streams(1, 3, 4, 16), "pre_mix": ones(1, 3, 4)}, "^[a-z_]+ must have shape"),
     ("pre_mix bf16", {"pre_mix": streams(3, 4)}, "^pre_mix must have dtype float32, got bfloat16"),
     ("no pre_mix", {"pre_mix": None}, "^pre_mix must be given with grad_collapsed, got None"),
     ("mixes bf16", {"mixes": streams(3, 24)}, "^mixes must have dtype float32, got"),
@@ -241,7 +242,7 @@ def test_the_backward_operator_checks(changes, message, mode):
         ("grad_pre wider", {"grad_pre": ones(3, 5)}, "^grad_pre must have shape"),
         ("grad_post bf16", {"grad_post": streams(3, 4)}, "^grad_post must have dtype float32, got"),
         ("grad_comb flat", {"grad_comb": ones(3, 16)}, "^grad_comb must have shape"),
-        ("mixes 3-D", {"mixes": ones(1, 3, 24)}, "^mixes must have 2 dimensions"),
+        ("mixes 3-D", {"mixes": ones(1, 3, 24)}, r"^grad_pre must have shape \(1, 3, 4\), got \(3, 4\)"),
     ],
 )
 def test_the_gates_backward_operator_checks(changes, message, mode):

@@ -69,6 +69,27 @@ def test_leading_dimensions(lead, hc, poison):
     same(hyper_connection_streams(*t, **OPTIONS)[:4], (pre, post, comb, collapsed))
 
 
+@pytest.mark.parametrize("lead", [(), (2, 5), (3, 0)], ids=str)
+@each_way
+def test_gradients_have_the_leading_dimensions(function, lead):
+    """And the bytes that they have without."""
+    t = inputs.operands(0, 4, 16, lead=lead)
+    tokens = t.x[..., 0, 0].numel()
+    flat = t._replace(x=t.x.reshape(tokens, 4, 16), pre_mix=t.pre_mix.reshape(tokens, 4))
+    for operand, got, want in zip(t, gradients(function, t), gradients(function, flat), strict=True):
+        assert got.shape == operand.shape
+        assert_same_bytes(got.reshape(want.shape), want)
+
+
+@pytest.mark.parametrize("lead", [(), (2, 5), (3, 0)], ids=str)
+def test_gradients_of_the_projections_streams_have_the_leading_dimensions(lead):
+    t = inputs.operands(0, 4, 16, lead=lead).requires_grad("x", "pre_mix")
+    results = mhc_projection_streams(t.x, t.weight, t.pre_mix)
+    wanted = torch.autograd.grad(mhc_projection(t.x, t.weight, t.pre_mix), (t.x, t.pre_mix), results[:2])
+    assert [g.shape for g in wanted] == [t.x.shape, t.pre_mix.shape]
+    same(torch.autograd.grad(results, (t.x, t.pre_mix), (*results[:2], torch.zeros_like(t.x))), wanted)
+
+
 @each_function
 def test_parts_and_whole(function):
     """hyper_connection is mhc_projection and then mhc_gates; without pre_mix nothing is collapsed."""

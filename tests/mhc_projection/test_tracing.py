@@ -28,10 +28,9 @@ def fresh_compiler():
 
 
 def forward_calls(t):
-    """The forward operators with arguments for T tokens, all, without pre_mix, with other strides."""
-    n = t.weight.shape[0]
-    hc = t.x.shape[1]
-    mixes = torch.randn(t.x.shape[0], n)
+    """The forward operators with all arguments, without pre_mix, with other strides."""
+    *lead, hc, _ = t.x.shape
+    mixes = torch.randn(*lead, t.weight.shape[0])
     return [
         (OPERATORS.projection_forward.default, (t.x, t.weight, t.pre_mix, RMS_EPS)),
         (OPERATORS.projection_forward.default, (t.x, t.weight.bfloat16(), None, 1e-6)),
@@ -44,27 +43,27 @@ def forward_calls(t):
                 t.x.mT.contiguous().mT,
                 t.weight.t().contiguous().t(),
                 *t[2:4],
-                t.pre_mix.t().contiguous().t(),
+                t.pre_mix.mT.contiguous().mT,
                 0.0,
                 0.0,
                 2,
             ),
         ),
         (OPERATORS.gates_forward.default, (mixes, t.scale, t.base, hc, 3, 1e-6)),
-        (OPERATORS.gates_forward.default, (mixes.t().contiguous().t(), t.scale.bfloat16(), t.base, hc, 1, 0.0)),
+        (OPERATORS.gates_forward.default, (mixes.mT.contiguous().mT, t.scale.bfloat16(), t.base, hc, 1, 0.0)),
     ]
 
 
 def backward_calls(t):
-    tokens, hc, d = t.x.shape
-    g_m, g_c, addend = torch.randn(tokens, t.weight.shape[0]), torch.randn(tokens, d).to(BF16), torch.randn_like(t.x)
+    *lead, hc, d = t.x.shape
+    g_m, g_c, addend = torch.randn(*lead, t.weight.shape[0]), torch.randn(*lead, d).to(BF16), torch.randn_like(t.x)
     mixes, rstd, _, used = OPERATORS.projection_forward(t.x, t.weight, t.pre_mix, RMS_EPS)
     saved = (t.x, t.weight, t.pre_mix, mixes, rstd)
-    gates = tuple(torch.randn(tokens, *shape) for shape in ((hc,), (hc,), (hc, hc)))
+    gates = tuple(torch.randn(*lead, *shape) for shape in ((hc,), (hc,), (hc, hc)))
     backward, gates_backward = OPERATORS.projection_backward.default, OPERATORS.gates_backward.default
     connection_backward = OPERATORS.hyper_connection_backward.default
-    by_logit = mixes.t().clone(memory_format=torch.contiguous_format)
-    both = (*t, by_logit, rstd)
+    by_logit = mixes.flatten(0, -2).t()
+    both = (*t, by_logit.clone(memory_format=torch.contiguous_format), rstd)
     return [
         (backward, (*saved, g_m, g_c, addend)),
         (backward, (*saved, g_m, None, None, True, False, True, used)),
@@ -77,15 +76,15 @@ def backward_calls(t):
         (connection_backward, (*both, None, None, gates[2], g_c, None, 0.0, 1, False, True, True, used)),
         (connection_backward, (*both, None, None, None, g_c, addend, 0.0, 1, True, True, False, None)),
         (connection_backward, (*both, None, None, None, None, addend, 0.0, 1)),
-        (connection_backward, (*t[:4], None, mixes.t(), rstd, None, gates[1].flip(0), None, None, None, 1e-6, 2)),
+        (connection_backward, (*t[:4], None, by_logit, rstd, None, gates[1].flip(0), None, None, None, 1e-6, 2)),
         (gates_backward, (mixes, t.scale, t.base, *gates, hc, 3, 1e-6)),
         (gates_backward, (mixes, t.scale, t.base, *(g.flip(0) for g in gates), hc, 1, 0.0, used)),
     ]
 
 
-@pytest.mark.parametrize(("tokens", "hc", "d"), [(5, 4, 16), (1, 2, 8), (0, 4, 8)])
-def test_opcheck(tokens, hc, d):
-    t = inputs.operands(tokens, hc, d)
+@pytest.mark.parametrize(("lead", "hc", "d"), [((5,), 4, 16), ((1,), 2, 8), ((0,), 4, 8), ((2, 3), 4, 8)], ids=str)
+def test_opcheck(lead, hc, d):
+    t = inputs.operands(0, hc, d, lead=lead)
     for operator, arguments in (*forward_calls(t), *backward_calls(t)):
         opcheck(operator, arguments, test_utils=UTILITIES)
 

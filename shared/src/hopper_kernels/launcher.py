@@ -50,27 +50,24 @@ class Launch(NamedTuple):
 
         Of an address, unlike of a tensor, Triton's launcher does not ask the driver where it points.
         """
-        key: list[Any] = [id(self.kernel), torch.cuda.current_device()]
+        kinds: list[Any] = []
         values: list[Any] = []
         for value in self.args:
-            if isinstance(value, torch.Tensor):
-                address = value.data_ptr()
-                if address % 16:
+            kind: Any = type(value)
+            if kind is torch.Tensor or isinstance(value, torch.Tensor):
+                kind, value = value.dtype, value.data_ptr()
+                if value % 16:
                     return None, values
-                key.append(value.dtype)
-                values.append(address)
-                continue
-            if isinstance(value, int):
+            elif kind is int:
                 if not -(2**31) <= value < 2**31:  # such an integer has another type
                     return None, values
-                key.append(int)
-            elif isinstance(value, float):
-                key.append(float)
-            else:  # a tensor descriptor; its layout follows from these
-                key.append((value.base.dtype, *value.block_shape))
+            elif kind is not float:
+                if not hasattr(value, "block_shape"):
+                    return None, values
+                kind = value.base.dtype, *value.block_shape  # of a tensor descriptor; its layout follows from these
+            kinds.append(kind)
             values.append(value)
-        key.extend(self.options.items())
-        return tuple(key), values
+        return (id(self.kernel), torch.cuda.current_device(), *kinds, *self.options.items()), values
 
 
 def _specialised(kernel: Any, args: tuple) -> bool:

@@ -1,5 +1,7 @@
 """Checks of the arguments, the limits of their sizes, which nothing else knows, and the flattening to tokens."""
 
+import math
+
 import torch
 from hopper_kernels import checks
 from torch import Tensor
@@ -32,21 +34,16 @@ def logits(hc: int) -> int:
     return (2 + hc) * hc
 
 
-def flatten_tokens(t: Tensor, kept: int) -> Tensor:
+def flatten(t: Tensor | None, kept: int) -> Tensor | None:
     """t with its leading dimensions as one, the last `kept` as they are; a view wherever the strides allow."""
-    if t.ndim == kept:
-        return t.unsqueeze(0)
-    return t if t.ndim == kept + 1 else t.flatten(0, -kept - 1)
+    if t is None or t.ndim == kept + 1:
+        return t
+    return t.unsqueeze(0) if t.ndim == kept else t.flatten(0, -kept - 1)
 
 
-def flatten_streams(x: Tensor) -> Tensor:
-    """x as (T, hc, d)."""
-    return flatten_tokens(x, 2)
-
-
-def flatten_pre_mix(pre_mix: Tensor | None) -> Tensor | None:
-    """pre_mix as (T, hc) fp32."""
-    return None if pre_mix is None else flatten_tokens(pre_mix.float(), 1)
+def unflatten(t: Tensor, lead: torch.Size) -> Tensor:
+    """t (T, ...), contiguous, with the leading dimensions `lead` again; what is left empty, (0,), as it is."""
+    return t if len(lead) == 1 or t.shape == (0,) else t.view(*lead, *t.shape[1:])
 
 
 @checks.remembered
@@ -121,38 +118,38 @@ def projection_gradients(
     x: Tensor,
     weight: Tensor,
     pre_mix: Tensor | None,
-    mixes: Tensor,
     rstd: Tensor,
     grad_mixes: Tensor | None,
     grad_collapsed: Tensor | None,
     grad_x_addend: Tensor | None,
 ) -> None:
-    """Checks what the operator `projection_backward` takes besides the forward's inputs, x being (T, hc, d)."""
-    tokens, _, d = x.shape
+    """Checks what the backward operators take besides the forward's inputs and the mixes."""
+    lead = tuple(x.shape[:-2])
     if grad_collapsed is not None and pre_mix is None:
         raise ValueError("pre_mix must be given with grad_collapsed, got None")
     found = {
-        "mixes": (mixes, torch.float32, (tokens, weight.shape[0])),
-        "rstd": (rstd, torch.float32, (tokens,)),
-        "grad_mixes": (grad_mixes, torch.float32, (tokens, weight.shape[0])),
-        "grad_collapsed": (grad_collapsed, torch.bfloat16, (tokens, d)),
+        "rstd": (rstd, torch.float32, (math.prod(lead),)),
+        "grad_mixes": (grad_mixes, torch.float32, (*lead, weight.shape[0])),
+        "grad_collapsed": (grad_collapsed, torch.bfloat16, (*lead, x.shape[-1])),
         "grad_x_addend": (grad_x_addend, torch.bfloat16, tuple(x.shape)),
     }
-    _tensors(x, found)
+    tensors(x, found)
 
 
-def gate_gradients(mixes: Tensor, grad_pre: Tensor, grad_post: Tensor, grad_comb: Tensor, hc: int) -> None:
-    """Checks the gradients that the operator `gates_backward` takes, mixes being (T, n)."""
-    tokens = mixes.shape[0]
+def gate_gradients(
+    t: Tensor, lead: torch.Size, grad_pre: Tensor | None, grad_post: Tensor | None, grad_comb: Tensor | None, hc: int
+) -> None:
+    """Checks the gradients of the gates of tokens `lead`, which must be on the device of t."""
     found = {
-        "grad_pre": (grad_pre, torch.float32, (tokens, hc)),
-        "grad_post": (grad_post, torch.float32, (tokens, hc)),
-        "grad_comb": (grad_comb, torch.float32, (tokens, hc, hc)),
+        "grad_pre": (grad_pre, torch.float32, (*lead, hc)),
+        "grad_post": (grad_post, torch.float32, (*lead, hc)),
+        "grad_comb": (grad_comb, torch.float32, (*lead, hc, hc)),
     }
-    _tensors(mixes, found)
+    tensors(t, found)
 
 
-def _tensors(x: Tensor, found: dict[str, tuple[Tensor | None, torch.dtype, tuple[int, ...]]]) -> None:
+def tensors(x: Tensor, found: dict[str, tuple[Tensor | None, torch.dtype, tuple[int, ...]]]) -> None:
+    """Checks of each tensor that is given its dtype, its shape and that it is on the device of x."""
     for name, (tensor, dtype, shape) in found.items():
         if tensor is not None:
             checks.dtype(name, tensor, dtype)

@@ -4,8 +4,6 @@ from collections.abc import Callable
 
 import torch
 
-from mhc_projection.arguments import flatten_pre_mix, flatten_streams, flatten_tokens
-
 
 def register(library: torch.library.Library) -> None:
     """Give the operators of `library` their derivatives. Those of the backward operators raise RuntimeError."""
@@ -50,7 +48,7 @@ def _autograd_kernel(name: str, save: Callable, differentiate: Callable) -> Call
 
 
 class ProjectionStreams(torch.autograd.Function):
-    """`projection_forward` of (x, weight, pre_mix fp32 or None, eps), any leading dimensions, and a view of x.
+    """`projection_forward` of (x, weight, pre_mix fp32 or None, eps), and a view of x.
 
     The gradient of the view becomes the addend of the backward. An operator cannot return a view of its input, so this
     is a Function. Its results are (mixes, collapsed, streams), without `collapsed` if there is no pre_mix.
@@ -58,33 +56,16 @@ class ProjectionStreams(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, pre_mix, eps):
-        lead = x.shape[:-2]
-        mixes, rstd, collapsed, used_reference = torch.ops.mhc_projection.projection_forward(
-            flatten_streams(x), weight, flatten_pre_mix(pre_mix), eps
-        )
+        mixes, rstd, collapsed, used_reference = torch.ops.mhc_projection.projection_forward(x, weight, pre_mix, eps)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight, pre_mix, mixes, rstd, used_reference)
-        results = [mixes.view(*lead, weight.shape[0])]
-        if pre_mix is not None:
-            results.append(collapsed.view(*lead, x.shape[-1]))
-        return *results, x.view_as(x)
+        return mixes, *([] if pre_mix is None else [collapsed]), x.view_as(x)
 
     @staticmethod
     def backward(ctx, grad_mixes, *others):
-        x, weight, pre_mix, mixes, rstd, used_reference = ctx.saved_tensors
-        grad_collapsed, addend = (None, *others) if pre_mix is None else others
-        if grad_mixes is None and grad_collapsed is None:
-            return addend, None, None, None
-        saved = (flatten_streams(x), weight, flatten_pre_mix(pre_mix), mixes, rstd, used_reference)
-        grads = (grad_mixes, 1), (grad_collapsed, 1), (addend, 2)
-        flat = [None if grad is None else flatten_tokens(grad, kept) for grad, kept in grads]
-        grad_x, grad_weight, grad_pre_mix = _projection_gradients(saved, ctx.needs_input_grad, *flat)
-        return (
-            None if grad_x is None else grad_x.view(x.shape),
-            grad_weight,
-            None if grad_pre_mix is None else grad_pre_mix.view(pre_mix.shape),
-            None,
-        )
+        saved = ctx.saved_tensors  # once: a checkpoint recomputes it for each look
+        grad_collapsed, addend = (None, *others) if saved[2] is None else others
+        return *_projection_gradients(saved, ctx.needs_input_grad, grad_mixes, grad_collapsed, addend), None
 
 
 class HyperConnectionStreams(torch.autograd.Function):
@@ -92,37 +73,26 @@ class HyperConnectionStreams(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, scale, base, pre_mix, rms_eps, hc_eps, iters):
-        lead, hc = x.shape[:-2], x.shape[-2]
-        pre, post, comb, collapsed, mixes, rstd, used_reference = torch.ops.mhc_projection.hyper_connection_forward(
-            flatten_streams(x), weight, scale, base, flatten_pre_mix(pre_mix), rms_eps, hc_eps, iters
+        operands = x, weight, scale, base, pre_mix
+        *gates, collapsed, mixes, rstd, used_reference = torch.ops.mhc_projection.hyper_connection_forward(
+            *operands, rms_eps, hc_eps, iters
         )
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, weight, scale, base, pre_mix, mixes, rstd, used_reference)
+        ctx.save_for_backward(*operands, mixes, rstd, used_reference)
         ctx.options = hc_eps, iters
-        results = [pre.view(*lead, hc), post.view(*lead, hc), comb.view(*lead, hc, hc)]
-        if pre_mix is not None:
-            results.append(collapsed.view(*lead, x.shape[-1]))
-        return *results, x.view_as(x)
+        return *gates, *([] if pre_mix is None else [collapsed]), x.view_as(x)
 
     @staticmethod
     def backward(ctx, grad_pre, grad_post, grad_comb, *others):
-        x, weight, scale, base, pre_mix, mixes, rstd, used_reference = ctx.saved_tensors
-        grad_collapsed, addend = (None, *others) if pre_mix is None else others
-        saved = flatten_streams(x), weight, scale, base, flatten_pre_mix(pre_mix), mixes, rstd, used_reference
-        grads = (grad_pre, 1), (grad_post, 1), (grad_comb, 2), (grad_collapsed, 1), (addend, 2)
-        if all(grad is None for grad, _ in grads[:4]):
-            return addend, *[None] * 7
-        flat = [None if grad is None else flatten_tokens(grad, kept) for grad, kept in grads]
-        grad_x, *parameters, grad_pre_mix = _hyper_connection_gradients(
-            saved, ctx.needs_input_grad, *flat, *ctx.options
-        )
-        grad_x = None if grad_x is None else grad_x.view(x.shape)
-        grad_pre_mix = None if grad_pre_mix is None else grad_pre_mix.view(pre_mix.shape)
-        return grad_x, *parameters, grad_pre_mix, None, None, None
+        saved = ctx.saved_tensors
+        grad_collapsed, addend = (None, *others) if saved[4] is None else others
+        grads = grad_pre, grad_post, grad_comb, grad_collapsed, addend
+        found = _hyper_connection_gradients(saved, ctx.needs_input_grad, *grads, *ctx.options)
+        return *found, None, None, None
 
 
 def _projection_gradients(saved, needs_input_grad, grad_mixes, grad_collapsed, addend):
-    """Gradients of x (T, hc, d), weight and pre_mix; None where none is needed or none flows."""
+    """Gradients of x, weight and pre_mix; None where none is needed or none flows."""
     x, weight, pre_mix, mixes, rstd, used_reference = saved
     if grad_mixes is None and grad_collapsed is None:
         return addend, None, None
@@ -165,7 +135,7 @@ def _differentiate_projection(ctx, grad_mixes, _rstd, grad_collapsed, _used_refe
 def _hyper_connection_gradients(
     saved, needs_input_grad, grad_pre, grad_post, grad_comb, grad_collapsed, addend, hc_eps, iters
 ):
-    """Gradients of x (T, hc, d), weight, scale, base and pre_mix; None where none is needed or none flows."""
+    """Gradients of x, weight, scale, base and pre_mix; None where none is needed or none flows."""
     x, weight, scale, base, pre_mix, mixes, rstd, used_reference = saved
     need_x, need_weight, need_scale, need_base, need_pre_mix = needs_input_grad[:5]
     gates = any(grad is not None for grad in (grad_pre, grad_post, grad_comb))

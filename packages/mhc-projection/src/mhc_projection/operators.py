@@ -1,20 +1,26 @@
 """The operators: schemas, argument checks, fakes, and which implementation runs. Derivatives: `autograd.py`.
 
-The operators work on flattened tokens, x (T, hc, d), and call the function of their name in `launch` or `reference`,
-which takes and returns the same, but for `used_reference`. That last result of the forward operators, a 0-dim bool on
-the CPU, says whether the caller was inside `hopper_kernels.reference()`. Autograd hands it to the backward operator,
-which so runs the implementation that its forward ran, although autograd's threads do not see the block. It is a tensor
-because `torch.compile` would fix a flag of the schema when it traces; this one is looked at when the graph runs, as the
-choice itself is. It is on the CPU because reading it must not wait for the GPU.
+The operators take any leading dimensions, and call the function of their name in `launch` or `reference`, which takes
+and returns the same with the tokens as one dimension, but for `used_reference`. Leading dimensions are dealt with here,
+below autograd, so that they cost it nothing. What only the backward reads is without: rstd (T,), and in a connection
+the mixes (n, T).
+
+The last result of the forward operators, `used_reference`, a 0-dim bool on the CPU, says whether the caller was inside
+`hopper_kernels.reference()`. Autograd hands it to the backward operator, which so runs the implementation that its
+forward ran, although autograd's threads do not see the block. It is a tensor because `torch.compile` would fix a flag
+of the schema when it traces; this one is looked at when the graph runs, as the choice itself is. It is on the CPU
+because reading it must not wait for the GPU.
 """
 
 import contextlib
+import math
 
 import torch
 from hopper_kernels import checks, dispatch
 from torch import Tensor
 
 from mhc_projection import arguments, autograd, launch, reference
+from mhc_projection.arguments import flatten, unflatten
 
 _library = torch.library.Library("mhc_projection", "DEF")
 _tags = (torch.Tag.pt2_compliant_tag,)
@@ -58,7 +64,6 @@ _library.define(
 
 @checks.remembered
 def _check_projection(x: Tensor, weight: Tensor, pre_mix: Tensor | None, eps: float) -> None:
-    checks.ndim("x", x, 3)
     arguments.projection(x, weight, pre_mix, eps)
     if pre_mix is not None:
         checks.dtype("pre_mix", pre_mix, torch.float32)
@@ -69,7 +74,8 @@ def _check_projection_backward(
     x: Tensor, weight: Tensor, pre_mix: Tensor | None, mixes: Tensor, rstd: Tensor, *gradients: Tensor | None
 ) -> None:
     _check_projection(x, weight, pre_mix, 0.0)
-    arguments.projection_gradients(x, weight, pre_mix, mixes, rstd, *gradients)
+    arguments.tensors(x, {"mixes": (mixes, torch.float32, (*x.shape[:-2], weight.shape[0]))})
+    arguments.projection_gradients(x, weight, pre_mix, rstd, *gradients)
 
 
 @checks.remembered
@@ -83,7 +89,6 @@ def _check_hyper_connection(
     hc_eps: float,
     iters: int,
 ) -> None:
-    checks.ndim("x", x, 3)
     arguments.hyper_connection(x, weight, scale, base, pre_mix, rms_eps, hc_eps, iters)
     if pre_mix is not None:
         checks.dtype("pre_mix", pre_mix, torch.float32)
@@ -107,14 +112,14 @@ def _check_hyper_connection_backward(
     iters: int,
 ) -> None:
     _check_hyper_connection(x, weight, scale, base, pre_mix, 0.0, hc_eps, iters)
-    checks.shape("mixes", mixes, (weight.shape[0], x.shape[0]))
-    arguments.projection_gradients(x, weight, pre_mix, mixes.t(), rstd, None, grad_collapsed, grad_x_addend)
-    arguments.gate_gradients(mixes.t(), grad_pre, grad_post, grad_comb, x.shape[1])
+    lead = x.shape[:-2]
+    arguments.tensors(x, {"mixes": (mixes, torch.float32, (weight.shape[0], math.prod(lead)))})
+    arguments.projection_gradients(x, weight, pre_mix, rstd, None, grad_collapsed, grad_x_addend)
+    arguments.gate_gradients(x, lead, grad_pre, grad_post, grad_comb, x.shape[-2])
 
 
 @checks.remembered
 def _check_gates(mixes: Tensor, scale: Tensor, base: Tensor, hc: int, iters: int, eps: float) -> None:
-    checks.ndim("mixes", mixes, 2)
     arguments.gates(mixes, scale, base, hc, iters, eps)
 
 
@@ -131,7 +136,7 @@ def _check_gates_backward(
     eps: float,
 ) -> None:
     _check_gates(mixes, scale, base, hc, iters, eps)
-    arguments.gate_gradients(mixes, grad_pre, grad_post, grad_comb, hc)
+    arguments.gate_gradients(mixes, mixes.shape[:-1], grad_pre, grad_post, grad_comb, hc)
 
 
 def _run(what: str, function: str, used_reference: Tensor | None, t: Tensor, *rest):
@@ -148,7 +153,10 @@ def _used_reference() -> Tensor:
 
 def _projection_forward(x, weight, pre_mix, eps):
     _check_projection(x, weight, pre_mix, eps)
-    return *_run("mhc_projection", "projection_forward", None, x, weight, pre_mix, eps), _used_reference()
+    flat = flatten(x, 2), weight, flatten(pre_mix, 1), eps
+    mixes, rstd, collapsed = _run("mhc_projection", "projection_forward", None, *flat)
+    lead = x.shape[:-2]
+    return unflatten(mixes, lead), rstd, unflatten(collapsed, lead), _used_reference()
 
 
 def _projection_backward(
@@ -165,28 +173,40 @@ def _projection_backward(
     need_pre_mix=True,
     used_reference=None,
 ):
-    operands = (x, weight, pre_mix, mixes, rstd, grad_mixes, grad_collapsed, grad_x_addend)
-    _check_projection_backward(*operands)
+    _check_projection_backward(x, weight, pre_mix, mixes, rstd, grad_mixes, grad_collapsed, grad_x_addend)
+    flat = (flatten(x, 2), weight, flatten(pre_mix, 1), flatten(mixes, 1), rstd)
+    flat += (flatten(grad_mixes, 1), flatten(grad_collapsed, 1), flatten(grad_x_addend, 2))
     what = "the backward of mhc_projection"
-    return _run(what, "projection_backward", used_reference, *operands, need_x, need_weight, need_pre_mix)
+    grad_x, grad_weight, grad_pre_mix = _run(
+        what, "projection_backward", used_reference, *flat, need_x, need_weight, need_pre_mix
+    )
+    lead = x.shape[:-2]
+    return unflatten(grad_x, lead), grad_weight, unflatten(grad_pre_mix, lead)
 
 
 def _gates_forward(mixes, scale, base, hc, iters, eps):
     _check_gates(mixes, scale, base, hc, iters, eps)
-    return *_run("mhc_gates", "gates_forward", None, mixes, scale, base, hc, iters, eps), _used_reference()
+    gates = _run("mhc_gates", "gates_forward", None, flatten(mixes, 1), scale, base, hc, iters, eps)
+    lead = mixes.shape[:-1]
+    return *(unflatten(gate, lead) for gate in gates), _used_reference()
 
 
 def _gates_backward(mixes, scale, base, grad_pre, grad_post, grad_comb, hc, iters, eps, used_reference=None):
-    gradients = (grad_pre, grad_post, grad_comb)
-    _check_gates_backward(mixes, scale, base, *gradients, hc, iters, eps)
+    _check_gates_backward(mixes, scale, base, grad_pre, grad_post, grad_comb, hc, iters, eps)
     what = "the backward of mhc_gates"
-    return _run(what, "gates_backward", used_reference, mixes, scale, base, *gradients, hc, iters, eps)
+    gradients = flatten(grad_pre, 1), flatten(grad_post, 1), flatten(grad_comb, 2)
+    grad_mixes, grad_scale, grad_base = _run(
+        what, "gates_backward", used_reference, flatten(mixes, 1), scale, base, *gradients, hc, iters, eps
+    )
+    return unflatten(grad_mixes, mixes.shape[:-1]), grad_scale, grad_base
 
 
 def _hyper_connection_forward(x, weight, scale, base, pre_mix, rms_eps, hc_eps, iters):
-    operands = (x, weight, scale, base, pre_mix, rms_eps, hc_eps, iters)
-    _check_hyper_connection(*operands)
-    return *_run("hyper_connection", "hyper_connection_forward", None, *operands), _used_reference()
+    _check_hyper_connection(x, weight, scale, base, pre_mix, rms_eps, hc_eps, iters)
+    flat = flatten(x, 2), weight, scale, base, flatten(pre_mix, 1), rms_eps, hc_eps, iters
+    *results, mixes, rstd = _run("hyper_connection", "hyper_connection_forward", None, *flat)
+    lead = x.shape[:-2]
+    return *(unflatten(result, lead) for result in results), mixes, rstd, _used_reference()
 
 
 def _hyper_connection_backward(
@@ -209,11 +229,17 @@ def _hyper_connection_backward(
     need_pre_mix=True,
     used_reference=None,
 ):
-    operands = (x, weight, scale, base, pre_mix, mixes, rstd, grad_pre, grad_post, grad_comb)
-    operands += (grad_collapsed, grad_x_addend, hc_eps, iters)
-    _check_hyper_connection_backward(*operands)
+    gradients = grad_pre, grad_post, grad_comb, grad_collapsed, grad_x_addend
+    _check_hyper_connection_backward(x, weight, scale, base, pre_mix, mixes, rstd, *gradients, hc_eps, iters)
+    flat = (flatten(x, 2), weight, scale, base, flatten(pre_mix, 1), mixes, rstd)
+    flat += (flatten(grad_pre, 1), flatten(grad_post, 1), flatten(grad_comb, 2))
+    flat += (flatten(grad_collapsed, 1), flatten(grad_x_addend, 2))
     what = "the backward of hyper_connection"
-    return _run(what, "hyper_connection_backward", used_reference, *operands, need_x, need_weight, need_pre_mix)
+    grad_x, *parameters, grad_pre_mix = _run(
+        what, "hyper_connection_backward", used_reference, *flat, hc_eps, iters, need_x, need_weight, need_pre_mix
+    )
+    lead = x.shape[:-2]
+    return unflatten(grad_x, lead), *parameters, unflatten(grad_pre_mix, lead)
 
 
 for _key in ("CPU", "CUDA"):
@@ -228,11 +254,11 @@ for _key in ("CPU", "CUDA"):
 @torch.library.register_fake("mhc_projection::projection_forward", lib=_library)
 def _(x, weight, pre_mix, eps):
     _check_projection(x, weight, pre_mix, eps)
-    tokens, _, d = x.shape
+    *lead, _, d = x.shape
     return (
-        x.new_empty((tokens, weight.shape[0]), dtype=torch.float32),
-        x.new_empty((tokens,), dtype=torch.float32),
-        x.new_empty((0,) if pre_mix is None else (tokens, d)),
+        x.new_empty((*lead, weight.shape[0]), dtype=torch.float32),
+        x.new_empty((math.prod(lead),), dtype=torch.float32),
+        x.new_empty((0,) if pre_mix is None else (*lead, d)),
         torch.empty((), dtype=torch.bool, device="cpu"),
     )
 
@@ -256,18 +282,18 @@ def _(
     return (
         x.new_empty(x.shape if need_x else (0,)),
         x.new_empty(weight.shape if need_weight else (0,), dtype=torch.float32),
-        x.new_empty(x.shape[:2] if need_pre_mix and pre_mix is not None else (0,), dtype=torch.float32),
+        x.new_empty(x.shape[:-1] if need_pre_mix and pre_mix is not None else (0,), dtype=torch.float32),
     )
 
 
 @torch.library.register_fake("mhc_projection::hyper_connection_forward", lib=_library)
 def _(x, weight, scale, base, pre_mix, rms_eps, hc_eps, iters):
     _check_hyper_connection(x, weight, scale, base, pre_mix, rms_eps, hc_eps, iters)
-    tokens, hc, d = x.shape
-    shapes = (tokens, hc), (tokens, hc), (tokens, hc, hc)
+    *lead, hc, d = x.shape
+    tokens = math.prod(lead)
     return (
-        *(x.new_empty(shape, dtype=torch.float32) for shape in shapes),
-        x.new_empty((0,) if pre_mix is None else (tokens, d)),
+        *(x.new_empty((*lead, *rest), dtype=torch.float32) for rest in ((hc,), (hc,), (hc, hc))),
+        x.new_empty((0,) if pre_mix is None else (*lead, d)),
         x.new_empty((weight.shape[0], tokens), dtype=torch.float32),
         x.new_empty((tokens,), dtype=torch.float32),
         torch.empty((), dtype=torch.bool, device="cpu"),
@@ -302,22 +328,22 @@ def _(
         x.new_empty(weight.shape if need_weight else (0,), dtype=torch.float32),
         x.new_empty((3,), dtype=torch.float32),
         x.new_empty((weight.shape[0],), dtype=torch.float32),
-        x.new_empty(x.shape[:2] if need_pre_mix and pre_mix is not None else (0,), dtype=torch.float32),
+        x.new_empty(x.shape[:-1] if need_pre_mix and pre_mix is not None else (0,), dtype=torch.float32),
     )
 
 
 @torch.library.register_fake("mhc_projection::gates_forward", lib=_library)
 def _(mixes, scale, base, hc, iters, eps):
     _check_gates(mixes, scale, base, hc, iters, eps)
-    tokens = mixes.shape[0]
-    shapes = (tokens, hc), (tokens, hc), (tokens, hc, hc)
+    lead = mixes.shape[:-1]
+    shapes = (*lead, hc), (*lead, hc), (*lead, hc, hc)
     return *(mixes.new_empty(shape) for shape in shapes), torch.empty((), dtype=torch.bool, device="cpu")
 
 
 @torch.library.register_fake("mhc_projection::gates_backward", lib=_library)
 def _(mixes, scale, base, grad_pre, grad_post, grad_comb, hc, iters, eps, used_reference=None):
     _check_gates_backward(mixes, scale, base, grad_pre, grad_post, grad_comb, hc, iters, eps)
-    return tuple(mixes.new_empty(shape) for shape in (mixes.shape, (3,), (mixes.shape[1],)))
+    return tuple(mixes.new_empty(shape) for shape in (mixes.shape, (3,), (mixes.shape[-1],)))
 
 
 autograd.register(_library)

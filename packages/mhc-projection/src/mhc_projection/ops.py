@@ -1,4 +1,4 @@
-"""Public functions: argument checks and leading dimensions. The operators behind them are in `operators.py`."""
+"""Public functions: argument checks, and pre_mix in fp32. The operators behind them are in `operators.py`."""
 
 import torch
 from torch import Tensor
@@ -35,11 +35,9 @@ def mhc_projection(
     backward too.
     """
     arguments.projection(x, weight, pre_mix, eps)
-    lead = x.shape[:-2]
-    mixes, _, collapsed, _ = torch.ops.mhc_projection.projection_forward(
-        arguments.flatten_streams(x), weight, arguments.flatten_pre_mix(pre_mix), eps
-    )
-    return mixes.view(*lead, weight.shape[0]), None if pre_mix is None else collapsed.view(*lead, x.shape[-1])
+    pre_mix = None if pre_mix is None else pre_mix.float()
+    mixes, _, collapsed, _ = torch.ops.mhc_projection.projection_forward(x, weight, pre_mix, eps)
+    return mixes, None if pre_mix is None else collapsed
 
 
 def mhc_projection_streams(
@@ -84,11 +82,8 @@ def mhc_gates(
     errors as for `mhc_projection`.
     """
     arguments.gates(mixes, scale, base, hc, iters, eps)
-    lead = mixes.shape[:-1]
-    pre, post, comb, _ = torch.ops.mhc_projection.gates_forward(
-        arguments.flatten_tokens(mixes, 1), scale, base, hc, iters, eps
-    )
-    return pre.view(*lead, hc), post.view(*lead, hc), comb.view(*lead, hc, hc)
+    pre, post, comb, _ = torch.ops.mhc_projection.gates_forward(mixes, scale, base, hc, iters, eps)
+    return pre, post, comb
 
 
 def hyper_connection(
@@ -112,19 +107,11 @@ def hyper_connection(
     and its collapsed, (..., d) bf16 or None without pre_mix. See both for everything else.
     """
     arguments.hyper_connection(x, weight, scale, base, pre_mix, rms_eps, hc_eps, sinkhorn_iters)
-    lead, hc = x.shape[:-2], x.shape[-2]
+    pre_mix = None if pre_mix is None else pre_mix.float()
     pre, post, comb, collapsed, *_ = torch.ops.mhc_projection.hyper_connection_forward(
-        arguments.flatten_streams(x),
-        weight,
-        scale,
-        base,
-        arguments.flatten_pre_mix(pre_mix),
-        rms_eps,
-        hc_eps,
-        sinkhorn_iters,
+        x, weight, scale, base, pre_mix, rms_eps, hc_eps, sinkhorn_iters
     )
-    gates = pre.view(*lead, hc), post.view(*lead, hc), comb.view(*lead, hc, hc)
-    return *gates, None if pre_mix is None else collapsed.view(*lead, x.shape[-1])
+    return pre, post, comb, None if pre_mix is None else collapsed
 
 
 def hyper_connection_streams(

@@ -26,7 +26,7 @@ FINISH = {"TOKENS": 32, "num_warps": 4}
 PREPARE = {"TOKENS": 32, "num_warps": 4}
 GATES = {"TOKENS": 64, "TOGETHER": 4, "num_warps": 2}
 GATES_BACKWARD = {"TOKENS": 64, "num_warps": 2}
-SUM = {"PARAMETERS": 2048, "PARTS": 8, "BLOCK": 256, "num_warps": 4}
+SUM = {"PARAMETERS": 2048, "PRE_MIX": 64, "PRE_MIX_PARTS": 32, "WEIGHT": 256, "WEIGHT_PARTS": 8, "num_warps": 4}
 ROUND = 2048  # numbers of the weight that a program rounds to bf16
 
 
@@ -199,13 +199,12 @@ def sums(hc, tokens, gates=None, weight=None, pre_mix=None) -> Launch:
     (part_base, part_scale), (grad_base, grad_scale) = gates or ((none[0],) * 2, (none[1],) * 2)
     (part_weight, grad_weight), (part_pre, grad_pre) = weight or none, pre_mix or none
     size, chunks = (grad_weight.numel(), part_weight.shape[0]) if weight else (0, 0)
-    weight_programs, pre_programs = _blocks(size, SUM["BLOCK"])[0], 0
-    if pre_mix:
-        pre_programs = _blocks(grad_pre.numel(), SUM["BLOCK"])[0]
+    weight_programs = _blocks(size, SUM["WEIGHT"])[0]
+    pre_mix_programs = _blocks(grad_pre.numel(), SUM["PRE_MIX"])[0] if pre_mix else 0
     parts, gate_programs = (part_base.shape[1], part_base.shape[0] + 3) if gates else (0, 0)
     tensors = (part_base, part_scale, part_weight, part_pre, grad_base, grad_scale, grad_weight, grad_pre)
-    numbers = (tokens, size, parts, chunks, part_pre.shape[0], gate_programs, weight_programs)
-    grid = (gate_programs + weight_programs + pre_programs,)
+    numbers = (tokens, size, parts, chunks, part_pre.shape[0], pre_mix_programs, gate_programs)
+    grid = (pre_mix_programs + gate_programs + weight_programs,)
     return Launch(sum_kernel, grid, tensors + numbers, {"HC": hc, **SUM})
 
 

@@ -92,18 +92,19 @@ def _sum_block(
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A block of the sum of part (parts, ROWS, columns) over its first axis, PARTS at a time.
+    """A block of the sum of part (parts, ROWS, columns) over its first axis, PARTS of them side by side.
 
     out is (ROWS, columns), or transposed.
     """
     e = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     size = columns.to(tl.int64) * ROWS
     k = tl.arange(0, PARTS)
-    total = tl.zeros([BLOCK], tl.float32)
+    totals = tl.zeros([PARTS, BLOCK], tl.float32)  # added up at the end: until then no load waits for another thread
     for first in range(0, parts, PARTS):
         row = first + k
         inside = (row < parts)[:, None] & (e < size)[None, :]
-        total += tl.sum(tl.load(part + row.to(tl.int64)[:, None] * size + e[None, :], mask=inside, other=0.0), axis=0)
+        totals += tl.load(part + row.to(tl.int64)[:, None] * size + e[None, :], mask=inside, other=0.0)
+    total = tl.sum(totals, axis=0)
     if TRANSPOSE:
         address = out + e % columns * ROWS + e // columns
     else:
@@ -134,7 +135,7 @@ def _sum_range(values, size, BLOCK: tl.constexpr):
     return tl.sum(total, axis=0)
 
 
-@triton.jit(do_not_specialize=["tokens", "size", "parts", "chunks", "blocks", "gate_programs", "weight_programs"])
+@triton.jit(do_not_specialize=["tokens", "size", "parts", "chunks", "blocks", "pre_mix_programs", "gate_programs"])
 def sum_kernel(
     part_base,
     part_scale,
@@ -149,23 +150,27 @@ def sum_kernel(
     parts,
     chunks,
     blocks,
+    pre_mix_programs,
     gate_programs,
-    weight_programs,
     HC: tl.constexpr,
     PARAMETERS: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    PRE_MIX: tl.constexpr,
+    PRE_MIX_PARTS: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    WEIGHT_PARTS: tl.constexpr,
 ):
     """Adds what the backward's kernels left for blocks of tokens or channels, always in the same order.
 
-    The first gate_programs (n + 3 or 0) add part_base and part_scale (n, parts); weight_programs add part_weight
-    (chunks, size); the others add part_pre_mix (blocks, HC, tokens) to grad_pre_mix (tokens, HC).
+    The first pre_mix_programs add part_pre_mix (blocks, HC, tokens) to grad_pre_mix (tokens, HC); gate_programs (n + 3
+    or 0) add part_base and part_scale (n, parts); the others add part_weight (chunks, size). Those with most to add
+    begin first.
     """
     program = tl.program_id(0)
-    if program < gate_programs:
+    if program < pre_mix_programs:
+        _sum_block(part_pre_mix, grad_pre_mix, program, blocks, tokens, HC, True, PRE_MIX_PARTS, PRE_MIX)
+    elif program < pre_mix_programs + gate_programs:
+        program -= pre_mix_programs
         _sum_parameters(part_base, part_scale, grad_base, grad_scale, program, parts, HC, PARAMETERS)
-    elif program < gate_programs + weight_programs:
-        _sum_block(part_weight, grad_weight, program - gate_programs, chunks, size, 1, False, PARTS, BLOCK)
     else:
-        program -= gate_programs + weight_programs
-        _sum_block(part_pre_mix, grad_pre_mix, program, blocks, tokens, HC, True, PARTS, BLOCK)
+        program -= pre_mix_programs + gate_programs
+        _sum_block(part_weight, grad_weight, program, chunks, size, 1, False, WEIGHT_PARTS, WEIGHT)
