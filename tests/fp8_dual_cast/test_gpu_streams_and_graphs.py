@@ -1,5 +1,7 @@
 """Streams, CUDA graphs, devices, repeats and processes: the bytes are always the same."""
 
+import gc
+
 import pytest
 import torch
 from fp8_dual_cast import fp8_dual_cast, per_token_cast, per_token_cast_transposed
@@ -140,6 +142,7 @@ def test_second_device():
     args = operands(300, 512)
     there = [t.to("cuda:1") for t in args]
     torch.cuda.synchronize()
+    gc.collect()
     before = torch.cuda.memory_allocated(0)
     results = all_casts(*there)
     assert torch.cuda.memory_allocated(0) == before

@@ -1,5 +1,7 @@
 """Streams of the device, CUDA graphs, synchronisation, PyTorch's deterministic mode, and other devices."""
 
+import gc
+
 import pytest
 import torch
 from mhc_projection import hyper_connection
@@ -190,6 +192,7 @@ def test_second_device(current):
     expected = flat_call(*args)
     torch.cuda.synchronize()
     with torch.cuda.device(current):
+        gc.collect()
         before = torch.cuda.memory_allocated(current)
         results = flat_call(*there)
         assert torch.cuda.memory_allocated(current) == before

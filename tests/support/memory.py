@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -100,6 +101,7 @@ def peak_of(call: Callable[[], object]) -> tuple[object, int]:
     """What a call returns, and the bytes beyond what was there that PyTorch was asked for at its peak."""
     call()
     torch.cuda.synchronize()
+    gc.collect()  # what earlier tests left would be freed meanwhile
     torch.cuda.reset_peak_memory_stats()
     before = requested("current")
     results = call()
