@@ -60,13 +60,13 @@ def assert_all_near(name: str, found, expected, bound: float) -> None:
         assert_near(f"{name}, result {index}", actual, wanted, bound)
 
 
-def parts_of(x: Tensor, weight: Tensor, splits: int) -> tuple[Tensor, Tensor]:
-    """What the projection's kernel leaves: products (splits, n, T) and scaled sums of squares (splits, T)."""
+def parts_of(x: Tensor, weight: Tensor, splits: int) -> Tensor:
+    """What the projection's kernel leaves (splits, n + 1, T): products and, last, scaled sums of squares."""
     flat, w = x.double(), weight.bfloat16().double().unflatten(1, x.shape[1:])
     ranges = [(i * x.shape[2] // splits, (i + 1) * x.shape[2] // splits) for i in range(splits)]
-    products = [torch.einsum("tic,nic->nt", flat[..., a:b], w[..., a:b]) for a, b in ranges]
-    squares = [flat[..., a:b].square().sum((1, 2)) for a, b in ranges]
-    return tailed(torch.stack(products).float()), tailed((torch.stack(squares) * plan.SQUARES_SCALE).float())
+    products = torch.stack([torch.einsum("tic,nic->nt", flat[..., a:b], w[..., a:b]) for a, b in ranges])
+    squares = torch.stack([flat[..., a:b].square().sum((1, 2)) for a, b in ranges]) * plan.SQUARES_SCALE
+    return tailed(torch.cat([products, squares[:, None]], 1).float())
 
 
 def projected(tokens: int, hc: int, d: int, n: int) -> tuple[Tensor, Tensor]:
@@ -77,7 +77,7 @@ def check_finish() -> None:
     for tokens, hc, d, n, splits in PROJECTIONS:
         x, weight = projected(tokens, hc, d, n)
         results = outputs((tokens, n), (tokens,))
-        plan.finish(*parts_of(x, weight, splits), *tensors(results), 1e-20, hc * d).run()
+        plan.finish(parts_of(x, weight, splits), *tensors(results), 1e-20, hc * d).run()
         expected = reference.projection_forward(x.double(), weight, None, 1e-20)
         assert_all_near(f"{tokens} x {hc} x {d}, {n}", tensors(results), expected[:2], FP32)
         for result in results:
@@ -88,12 +88,12 @@ def check_finish_of_odd_tokens() -> None:
     """All zeros, where eps counts; squares that overflow; NaN and infinity, which stay in their token."""
     x, weight = projected(33, 2, 16, 8)
     clean = torch.empty(33, 8), torch.empty(33)
-    plan.finish(*parts_of(x, weight, 2), *clean, 1e-20, 32).run()
+    plan.finish(parts_of(x, weight, 2), *clean, 1e-20, 32).run()
     odd = {3: 0.0, 7: 1e20, 11: NAN, 32: INF}
     for token, value in odd.items():
         x[token] = value
     found = torch.empty(33, 8), torch.empty(33)
-    plan.finish(*parts_of(x, weight, 2), *found, 1e-20, 32).run()
+    plan.finish(parts_of(x, weight, 2), *found, 1e-20, 32).run()
     assert abs(found[1][3].item() / 1e10 - 1) < FP32
     assert not found[0][3].any()
     assert found[1][7] == 0
@@ -213,7 +213,7 @@ def check_gates() -> None:
         for narrow in (False, True):
             used = [p.to(BF16) for p in parameters] if narrow else parameters
             results = outputs(*gate_shapes(tokens, hc))
-            plan.gates(None, None, mixes, None, *used, tensors(results), 0, eps, 1, iters).run()
+            plan.gates(None, mixes, None, *used, tensors(results), 0, eps, 1, iters).run()
             expected = reference.gates_forward(mixes.double(), *doubles(used), hc, iters, eps)
             assert_all_near(f"{tokens} x {hc}, {iters}, {eps}", tensors(results), expected, FP32)
             for result in results:
@@ -231,6 +231,22 @@ def check_gates() -> None:
         assert_same_bytes(got, want, "strided mixes")
 
 
+def check_leading_dimensions() -> None:
+    """The bytes of the tokens in a row."""
+    (mixes, *parameters), grads = gate_operands(33, 4), gate_gradients(33, 4)
+    for lead in ((3, 11), (33, 1)):
+        found = launch.gates_forward(mixes.view(*lead, 24), *parameters, 4, 20, 1e-6)
+        found += launch.gates_backward(
+            mixes.view(*lead, 24), *parameters, *(g.view(*lead, *g.shape[1:]) for g in grads), 4, 20, 1e-6
+        )
+        wanted = launch.gates_forward(mixes, *parameters, 4, 20, 1e-6)
+        wanted += launch.gates_backward(mixes, *parameters, *grads, 4, 20, 1e-6)
+        shapes = [(*lead, *w.shape[1:]) for w in wanted[:4]]
+        assert [g.shape for g in found] == [*shapes, (3,), (24,)]
+        for got, want in zip(found, wanted, strict=True):
+            assert_same_bytes(got.view(want.shape), want, "leading dimensions")
+
+
 def parameters_of(hc: int) -> tuple[Tensor, Tensor]:
     return gate_operands(1, hc)[1:]
 
@@ -242,7 +258,7 @@ def check_gates_from_parts() -> None:
         x, weight = projected(tokens, hc, d, n)
         parts, parameters = parts_of(x, weight, splits), parameters_of(hc)
         gates, saved = outputs(*gate_shapes(tokens, hc)), outputs((n, tokens), (tokens,))
-        plan.gates(*parts, *tensors(saved), *parameters, tensors(gates), 1e-20, eps, hc * d, iters).run()
+        plan.gates(parts, *tensors(saved), *parameters, tensors(gates), 1e-20, eps, hc * d, iters).run()
         name = f"{tokens} x {hc}, {iters}, {eps}, {splits}"
         wide = x.double(), weight, *doubles(parameters), None
         expected = reference.hyper_connection_forward(*wide, 1e-20, eps, iters)
@@ -251,7 +267,7 @@ def check_gates_from_parts() -> None:
         for result in (*gates, *saved):
             result.check()
         mixes, rstd = torch.empty(tokens, n), torch.empty(tokens)
-        plan.finish(*parts, mixes, rstd, 1e-20, hc * d).run()
+        plan.finish(parts, mixes, rstd, 1e-20, hc * d).run()
         assert_same_bytes(saved[0].tensor, mixes.t(), "mixes", strides=False)
         assert_same_bytes(saved[1].tensor, rstd, "rstd")
         for got, want in zip(tensors(gates), launch.gates_forward(mixes, *parameters, hc, iters, eps), strict=True):

@@ -151,7 +151,7 @@ def test_gates_take_integers(changes, message):
 @pytest.mark.parametrize("function", CONNECTIONS, ids=lambda f: f.__name__)
 def test_hyper_connection(function, changes, message, mode, monkeypatch):
     """All is checked before the projection runs."""
-    monkeypatch.setattr("mhc_projection.operators._run", lambda *args: pytest.fail("something ran"))
+    monkeypatch.setattr("mhc_projection.operators._use_kernel", lambda *args: pytest.fail("something ran"))
     with mode(), pytest.raises(ValueError, match=message):
         function(**made(CONNECTION | changes))
 

@@ -153,8 +153,17 @@ def test_the_reference_context_runs_the_definition(name, what, call, card, machi
         results = call(streams(*FORWARD))
     assert [seen[:2] for seen in ran] == [("definition", name)]
     if "forward" in name:
-        assert results[-1].item() is True
-        assert results[-1].device.type == "cpu"
+        assert (results[-1].dtype, results[-1].device.type, results[-1].ndim) == (torch.bool, "cpu", 0)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_the_flag_says_where_the_caller_was(inside):
+    """As a tensor of its own on the CPU, also where tensors are made elsewhere by default."""
+    with torch.device("meta"), use_definition() if inside else nullcontext():
+        flag, other = operators._used_reference(), operators._used_reference()
+    assert flag.item() is inside
+    assert (flag.dtype, flag.device.type, flag.ndim) == (torch.bool, "cpu", 0)
+    assert flag.data_ptr() != other.data_ptr()
 
 
 @each_backward

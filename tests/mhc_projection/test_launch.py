@@ -179,6 +179,52 @@ def test_streams_reach_the_kernel_contiguous_and_aligned(name, launches):
     assert launches[2].args[0].base is t.x
 
 
+def run_everything(lead, d):
+    """Forwards and backwards of tokens (*lead,): the operands, and all results."""
+    t, tokens = inputs.operands(0, 4, d, lead=lead), math.prod(lead)
+    mixes, grads = torch.empty(*lead, 24), [torch.empty(*lead, *shape) for shape in ((4,), (4,), (4, 4))]
+    by_logit, rstd, g_c = torch.empty(24, tokens), torch.empty(tokens), torch.empty(*lead, d, dtype=BF16)
+    pair = t.scale, t.base
+    return t, [
+        *launch.projection_forward(t.x, t.weight, t.pre_mix, RMS_EPS),
+        *launch.projection_backward(t.x, t.weight, t.pre_mix, mixes, rstd, mixes, g_c, torch.empty_like(t.x)),
+        *launch.gates_forward(mixes, *pair, 4, ITERS, HC_EPS),
+        *launch.gates_backward(mixes, *pair, *grads, 4, ITERS, HC_EPS),
+        *launch.hyper_connection_forward(*t, RMS_EPS, HC_EPS, ITERS),
+        *launch.hyper_connection_backward(*t, by_logit, rstd, *grads[:2], None, g_c, None, HC_EPS, ITERS),
+    ]
+
+
+def described(one):
+    """All of a launch but where its tensors are."""
+    args = []
+    for value in one.args:
+        if isinstance(value, torch.Tensor):
+            args.append((value.dtype, value.numel()))
+        elif hasattr(value, "block_shape"):
+            args.append((value.base.dtype, *value.shape, *value.strides, *value.block_shape))
+        else:
+            args.append(value)
+    return one.kernel.__name__, one.grid, args, one.options
+
+
+@pytest.mark.parametrize("lead", [(), (2, CHUNK), (1, 5), (3, 0)], ids=str)
+def test_leading_dimensions_change_no_launch(lead, launches):
+    """The kernels see tokens; the operands are taken as they are, and results come with the dimensions."""
+    tokens = math.prod(lead)
+    _, flat = run_everything((tokens,), 8)
+    wanted = [described(one) for one in launches]
+    launches.clear()
+    t, found = run_everything(lead, 8)
+    assert [described(one) for one in launches] == wanted
+    assert len(launches) == (13 if tokens else 0)
+    assert all(one.args[0].base is t.x for one in launches if names([one])[0].startswith("projection"))
+    without = {(tokens,), (24, tokens), (24, 32), (24,), (3,)}  # what has no leading dimensions
+    for got, want in zip(found, flat, strict=True):
+        assert got.shape == (want.shape if tuple(want.shape) in without else (*lead, *want.shape[1:]))
+        assert got.is_contiguous()
+
+
 @pytest.mark.parametrize(("hc", "group"), [(1, 1), (2, 2), (3, 3), (4, 4), (5, 1), (6, 3), (7, 1), (8, 4)])
 def test_groups_of_streams_divide_them(hc, group):
     assert plan.group_size(hc) == group

@@ -13,6 +13,7 @@ import torch
 _INF = float("inf")
 _INTEGER = (int, torch.SymInt)
 _NUMBER = (int, float, torch.SymInt, torch.SymFloat)
+_TENSOR, _PARAMETER = torch.Tensor, torch.nn.Parameter
 _AXIS_NAMES = "nmkjihgf"
 _REMEMBERED = 4096  # signatures of calls: as many as there may be lengths of packed documents in a while
 
@@ -51,9 +52,9 @@ def _signature(arguments: tuple) -> tuple | None:
     found: list = []
     for value in arguments:
         kind = type(value)
-        if kind is torch.Tensor or kind is torch.nn.Parameter:
-            found += torch.Tensor, value.shape, value.dtype, value.device
-        elif value is None or kind is float or kind is int or kind is bool or kind is str:
+        if kind is _TENSOR or kind is _PARAMETER:
+            found.append((value.shape, value.dtype, value.device))
+        elif kind is float or kind is int or value is None or kind is bool or kind is str:
             found += kind, value
         else:
             return None

@@ -13,6 +13,8 @@ import torch
 # A product and a sum become one operation, whatever TRITON_DEFAULT_FP_FUSION says: the bits depend on it.
 _CODE = {"enable_fp_fusion": True}
 
+_TENSOR = torch.Tensor
+
 _compiled: dict[tuple, tuple[Any, tuple, Any]] = {}  # the kernel itself too: its id is in the key
 
 
@@ -54,12 +56,12 @@ class Launch(NamedTuple):
         values: list[Any] = []
         for value in self.args:
             kind: Any = type(value)
-            if kind is torch.Tensor or isinstance(value, torch.Tensor):
+            if kind is int:
+                if not -(2**31) <= value < 2**31:  # such an integer has another type
+                    return None, values
+            elif kind is _TENSOR or isinstance(value, _TENSOR):
                 kind, value = value.dtype, value.data_ptr()
                 if value % 16:
-                    return None, values
-            elif kind is int:
-                if not -(2**31) <= value < 2**31:  # such an integer has another type
                     return None, values
             elif kind is not float:
                 if not hasattr(value, "block_shape"):

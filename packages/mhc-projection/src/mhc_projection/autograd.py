@@ -5,8 +5,11 @@ from collections.abc import Callable
 import torch
 
 
-def register(library: torch.library.Library) -> None:
-    """Give the operators of `library` their derivatives. Those of the backward operators raise RuntimeError."""
+def register(library: torch.library.Library, implementations: dict[str, Callable]) -> None:
+    """Give the operators of `library` their derivatives. Those of the backward operators raise RuntimeError.
+
+    implementations: name of an operator: the function that `library` has for it on a CPU and on CUDA.
+    """
     formulas = {
         "projection_forward": (_save_projection, _differentiate_projection),
         "projection_backward": (_save_nothing, _refuse),
@@ -15,36 +18,73 @@ def register(library: torch.library.Library) -> None:
         "gates_forward": (_save_gates, _differentiate_gates),
         "gates_backward": (_save_nothing, _refuse),
     }
-    for name, (save, differentiate) in formulas.items():
-        library.impl(name, _autograd_kernel(name, save, differentiate), "Autograd")
+    for name, formula in formulas.items():
+        kernel = _autograd_kernel(name, implementations[name], *formula)
+        library.impl(name, kernel, "Autograd", with_keyset=True)
 
 
-def _autograd_kernel(name: str, save: Callable, differentiate: Callable) -> Callable:
-    """What `torch.library.register_autograd` makes, with less work on the host in each call."""
+def _autograd_kernel(name: str, implementation: Callable, save: Callable, differentiate: Callable) -> Callable:
+    """What `torch.library.register_autograd` makes, with less work on the host in each call.
+
+    Where the dispatcher would go to the implementation next, it is called directly.
+    """
     operator = getattr(torch.ops.mhc_projection, name).default
+    derivative = _derivative(name, operator, save, differentiate)
+    # `Function.apply` first looks for functorch's transforms and wrappers, which have dispatch keys of their own.
+    apply = super(torch.autograd.Function, _derivative(name, implementation, save, differentiate)).apply
 
-    def run(*arguments):
+    def kernel(keys, *arguments):
+        plain = bool(_PLAIN) and keys.raw_repr() in _PLAIN
+        # In forward mode, too: a tangent would be dropped without a word.
+        if _requires_grad(arguments) or torch.autograd.forward_ad._current_level >= 0:
+            return apply(*arguments) if plain else derivative.apply(*arguments)
         with torch._C._AutoDispatchBelowAutograd():
-            return operator(*arguments)
+            return implementation(*arguments) if plain else operator(*arguments)
 
+    return kernel
+
+
+def _derivative(
+    name: str, function: Callable, save: Callable, differentiate: Callable
+) -> type[torch.autograd.Function]:
     class Derivative(torch.autograd.Function):
         @staticmethod
         def forward(ctx, *arguments):
-            results = run(*arguments)
+            with torch._C._AutoDispatchBelowAutograd():
+                results = function(*arguments)
             save(ctx, arguments, results)
             return results
 
         backward = staticmethod(differentiate)
 
-    def kernel(*arguments):
-        if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in arguments):
-            return Derivative.apply(*arguments)
-        if torch.autograd.forward_ad._current_level >= 0:  # inside it, a tangent would be dropped without a word
-            return Derivative.apply(*arguments)
-        return run(*arguments)
-
     Derivative.__name__ = f"mhc_projection_{name}"
-    return kernel
+    return Derivative
+
+
+def _requires_grad(arguments: tuple) -> bool:
+    if torch.is_grad_enabled():
+        for value in arguments:
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                return True
+    return False
+
+
+def _plain_keys() -> frozenset[int]:
+    """The dispatch keys of calls for which nothing but autograd comes before the implementation.
+
+    A mode, a transform, a subclass, functionalization, a tensor with a negation pending add keys of their own. Empty
+    where PyTorch's internals have changed: then every call is dispatched again.
+    """
+    try:
+        key, keys = torch._C.DispatchKey, torch._C.DispatchKeySet
+        cpu = keys(key.CPU) | keys(key.AutogradCPU)
+        cuda = keys(key.CUDA) | keys(key.AutogradCUDA)
+        return frozenset(found.raw_repr() for found in (cpu, cuda, cpu | cuda))
+    except (AttributeError, TypeError):
+        return frozenset()
+
+
+_PLAIN = _plain_keys()
 
 
 class ProjectionStreams(torch.autograd.Function):
@@ -91,6 +131,10 @@ class HyperConnectionStreams(torch.autograd.Function):
         return *found, None, None, None
 
 
+def _in_dtype_of(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    return gradient if gradient.dtype == parameter.dtype else gradient.to(parameter.dtype)  # the call has a cost
+
+
 def _projection_gradients(saved, needs_input_grad, grad_mixes, grad_collapsed, addend):
     """Gradients of x, weight and pre_mix; None where none is needed or none flows."""
     x, weight, pre_mix, mixes, rstd, used_reference = saved
@@ -115,7 +159,7 @@ def _projection_gradients(saved, needs_input_grad, grad_mixes, grad_collapsed, a
     )
     return (
         grad_x if need_x else None,
-        grad_weight.to(weight.dtype) if need_weight else None,
+        _in_dtype_of(weight, grad_weight) if need_weight else None,
         grad_pre_mix if need_pre_mix else None,
     )
 
@@ -164,9 +208,9 @@ def _hyper_connection_gradients(
     )
     return (
         grad_x if need_x else None,
-        grad_weight.to(weight.dtype) if need_weight else None,
-        grad_scale.to(scale.dtype) if need_scale and gates else None,
-        grad_base.to(base.dtype) if need_base and gates else None,
+        _in_dtype_of(weight, grad_weight) if need_weight else None,
+        _in_dtype_of(scale, grad_scale) if need_scale and gates else None,
+        _in_dtype_of(base, grad_base) if need_base and gates else None,
         grad_pre_mix if need_pre_mix else None,
     )
 
@@ -196,7 +240,7 @@ def _differentiate_gates(ctx, grad_pre, grad_post, grad_comb, _used_reference):
     grad_mixes, grad_scale, grad_base = torch.ops.mhc_projection.gates_backward(
         mixes, scale, base, grad_pre, grad_post, grad_comb, *ctx.options, used_reference
     )
-    return grad_mixes, grad_scale.to(scale.dtype), grad_base.to(base.dtype), None, None, None
+    return grad_mixes, _in_dtype_of(scale, grad_scale), _in_dtype_of(base, grad_base), None, None, None
 
 
 def _save_nothing(ctx, inputs, output):

@@ -1,4 +1,9 @@
-"""Host side of the kernels: results and workspace, and the launches that `plan` describes."""
+"""Host side of the kernels: results and workspace, and the launches that `plan` describes.
+
+Tensors come and go with any leading dimensions, as in the operators: the kernels see addresses and numbers of tokens.
+"""
+
+import math
 
 import torch
 from torch import Tensor
@@ -15,13 +20,14 @@ def projection_forward(x: Tensor, weight: Tensor, pre_mix: Tensor | None, eps: f
     Workspace: 4 (n + 1) bytes a token for about every 640 channels of a stream; a bf16 copy of the weight; a copy of an
     x or pre_mix that is not contiguous and aligned to 16 bytes.
     """
-    tokens, hc, d = x.shape
-    mixes, rstd = plan.fp32(x, tokens, weight.shape[0]), plan.fp32(x, tokens)
-    collapsed = x.new_empty((0,) if pre_mix is None else (tokens, d))
+    *lead, hc, d = x.shape
+    tokens = math.prod(lead)
+    mixes, rstd = plan.fp32(x, *lead, weight.shape[0]), plan.fp32(x, tokens)
+    collapsed = x.new_empty(0) if pre_mix is None else x.new_empty(*lead, d)
     if tokens:
         with torch.cuda.device_of(x):
-            products, squares = _project(x, weight, pre_mix, collapsed)
-            plan.finish(products, squares, mixes, rstd, eps, hc * d).run()
+            parts = _project(x, weight, pre_mix, collapsed)
+            plan.finish(parts, mixes, rstd, eps, hc * d).run()
     return mixes, rstd, collapsed
 
 
@@ -44,27 +50,25 @@ def projection_backward(
     it is not the only one; 4 hc bytes a token for each block of 64 channels; copies of what is not contiguous, and of
     the weight in bf16.
     """
-    tokens, hc, d = x.shape
+    tokens = rstd.shape[0]
     prepared = None
-    if grad_mixes is not None and tokens:
-        with torch.cuda.device_of(x):
-            prepared = _prepared(x, weight)
+    with torch.cuda.device_of(x):
+        if grad_mixes is not None and tokens:
+            prepared = _prepared(x, weight, tokens)
             saved = _readable(mixes), _readable(rstd)
-            plan.prepare(*saved, _readable(grad_mixes), *prepared, hc * d).run()
-    return _backward(x, weight, pre_mix, prepared, grad_collapsed, grad_x_addend, need_x, need_weight, need_pre_mix)
+            plan.prepare(*saved, _readable(grad_mixes), *prepared, x.shape[-2] * x.shape[-1]).run()
+        return _backward(x, weight, pre_mix, prepared, grad_collapsed, grad_x_addend, need_x, need_weight, need_pre_mix)
 
 
 def gates_forward(
     mixes: Tensor, scale: Tensor, base: Tensor, hc: int, iters: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Pre, post and comb, as `reference.gates_forward`. No workspace."""
-    tokens = mixes.shape[0]
-    gates = plan.fp32(mixes, tokens, hc), plan.fp32(mixes, tokens, hc), plan.fp32(mixes, tokens, hc, hc)
-    if tokens:
+    lead = mixes.shape[:-1]
+    gates = mixes.new_empty(*lead, hc), mixes.new_empty(*lead, hc), mixes.new_empty(*lead, hc, hc)
+    if mixes.numel():
         with torch.cuda.device_of(mixes):
-            plan.gates(
-                None, None, _readable(mixes), None, _readable(scale), _readable(base), gates, 0, eps, 1, iters
-            ).run()
+            plan.gates(None, _readable(mixes), None, _readable(scale), _readable(base), gates, 0, eps, 1, iters).run()
     return gates
 
 
@@ -83,8 +87,9 @@ def gates_backward(
 
     Workspace: 8 hc (iters - 1) bytes a token, and 8 n bytes for each 32 tokens.
     """
-    tokens, n = mixes.shape
-    grad_mixes = plan.fp32(mixes, tokens, n)
+    *lead, n = mixes.shape
+    tokens = math.prod(lead)
+    grad_mixes = mixes.new_empty(*lead, n)
     if tokens == 0:
         return grad_mixes, mixes.new_zeros(3), mixes.new_zeros(n)
     with torch.cuda.device_of(mixes):
@@ -92,7 +97,7 @@ def gates_backward(
         grads = _readable(grad_pre), _readable(grad_post), _readable(grad_comb)
         workspace = plan.gate_workspace(mixes, tokens, hc, iters)
         plan.gates_backward(_readable(mixes), None, *parameters, grads, (grad_mixes,), workspace, eps, 1, iters).run()
-        grad_scale, grad_base = plan.fp32(mixes, 3), plan.fp32(mixes, n)
+        grad_scale, grad_base = mixes.new_empty(3), mixes.new_empty(n)
         plan.sums(hc, tokens, gates=(workspace[:2], (grad_base, grad_scale))).run()
     return grad_mixes, grad_scale, grad_base
 
@@ -111,16 +116,17 @@ def hyper_connection_forward(
 
     Workspace as for `projection_forward`.
     """
-    tokens, hc, d = x.shape
-    n = weight.shape[0]
-    gates = plan.fp32(x, tokens, hc), plan.fp32(x, tokens, hc), plan.fp32(x, tokens, hc, hc)
-    collapsed = x.new_empty((0,) if pre_mix is None else (tokens, d))
-    mixes, rstd = plan.fp32(x, n, tokens), plan.fp32(x, tokens)
+    *lead, hc, d = x.shape
+    tokens = math.prod(lead)
+    rstd = plan.fp32(x, tokens)
+    fp32 = rstd.new_empty  # quicker than to name the dtype each time
+    gates, mixes = (fp32(*lead, hc), fp32(*lead, hc), fp32(*lead, hc, hc)), fp32(weight.shape[0], tokens)
+    collapsed = x.new_empty(0) if pre_mix is None else x.new_empty(*lead, d)
     if tokens:
         with torch.cuda.device_of(x):
             parts = _project(x, weight, pre_mix, collapsed)
             parameters = _readable(scale), _readable(base)
-            plan.gates(*parts, mixes, rstd, *parameters, gates, rms_eps, hc_eps, hc * d, iters).run()
+            plan.gates(parts, mixes, rstd, *parameters, gates, rms_eps, hc_eps, hc * d, iters).run()
     return *gates, collapsed, mixes, rstd
 
 
@@ -147,40 +153,40 @@ def hyper_connection_backward(
 
     Workspace: that of `projection_backward` and of `gates_backward`.
     """
-    tokens, hc, d = x.shape
-    n = weight.shape[0]
+    *lead, hc, d = x.shape
+    tokens = math.prod(lead)
     grads = [grad_pre, grad_post, grad_comb]
     prepared = sums = None
-    grad_scale, grad_base = plan.fp32(x, 3), plan.fp32(x, n)
-    if tokens == 0 or all(grad is None for grad in grads):
-        grad_scale.zero_(), grad_base.zero_()
-    else:
-        for i, shape in enumerate(((tokens, hc), (tokens, hc), (tokens, hc, hc))):
-            grads[i] = x.new_zeros(shape, dtype=torch.float32) if grads[i] is None else _readable(grads[i])
-        with torch.cuda.device_of(x):
-            prepared, workspace = _prepared(x, weight), plan.gate_workspace(x, tokens, hc, iters)
+    grad_scale, grad_base = plan.fp32(x, 3), plan.fp32(x, weight.shape[0])
+    with torch.cuda.device_of(x):
+        if tokens == 0 or all(grad is None for grad in grads):
+            grad_scale.zero_(), grad_base.zero_()
+        else:
+            for i, grad in enumerate(grads):
+                shape = (*lead, hc) if i < 2 else (*lead, hc, hc)
+                grads[i] = x.new_zeros(shape, dtype=torch.float32) if grad is None else _readable(grad)
+            prepared, workspace = _prepared(x, weight, tokens), plan.gate_workspace(x, tokens, hc, iters)
             saved = _readable(mixes), _readable(rstd), _readable(scale), _readable(base)
             plan.gates_backward(*saved, grads, prepared, workspace, hc_eps, hc * d, iters).run()
-        sums = workspace[:2], (grad_base, grad_scale)
-    grad_x, grad_weight, grad_pre_mix = _backward(
-        x, weight, pre_mix, prepared, grad_collapsed, grad_x_addend, need_x, need_weight, need_pre_mix, sums
-    )
+            sums = workspace[:2], (grad_base, grad_scale)
+        grad_x, grad_weight, grad_pre_mix = _backward(
+            x, weight, pre_mix, prepared, grad_collapsed, grad_x_addend, need_x, need_weight, need_pre_mix, sums
+        )
     return grad_x, grad_weight, grad_scale, grad_base, grad_pre_mix
 
 
-def _project(x: Tensor, weight: Tensor, pre_mix: Tensor | None, collapsed: Tensor) -> tuple[Tensor, Tensor]:
-    """Run the forward's kernel: the parts of the products (splits, n, T) and of the scaled sums of squares."""
-    tokens, _, d = x.shape
-    splits = plan.splits(d)
-    products, squares = plan.fp32(x, splits, weight.shape[0], tokens), plan.fp32(x, splits, tokens)
+def _project(x: Tensor, weight: Tensor, pre_mix: Tensor | None, collapsed: Tensor) -> Tensor:
+    """Run the forward's kernel: parts (splits, n + 1, T) of the products and, last, of the scaled sums of squares."""
+    tokens = math.prod(x.shape[:-2])
+    parts = plan.fp32(x, plan.splits(x.shape[-1]), weight.shape[0] + 1, tokens)
     pre_mix = None if pre_mix is None else _readable(pre_mix)
-    plan.projection(_readable(x), _readable(weight.bfloat16()), pre_mix, products, squares, collapsed).run()
-    return products, squares
+    plan.projection(_readable(x), _readable(weight.bfloat16()), pre_mix, parts, collapsed).run()
+    return parts
 
 
-def _prepared(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
+def _prepared(x: Tensor, weight: Tensor, tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
     """What is prepared for the backward's kernel, to be written: q, coef, (the weight,) it in bf16, items taken."""
-    q, coef = x.new_empty(x.shape[0], 2 * MAX_LOGITS), plan.fp32(x, x.shape[0])
+    q, coef = x.new_empty(tokens, 2 * MAX_LOGITS), plan.fp32(x, tokens)
     narrow = None if weight.dtype == torch.bfloat16 else x.new_empty(weight.shape)
     return q, coef, _readable(weight), narrow, x.new_empty(1, dtype=torch.int32)
 
@@ -198,13 +204,13 @@ def _backward(
     gate_sums: tuple | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the backward's kernel on what was prepared (None: no gradient of the logits), and add all parts."""
-    tokens, hc, d = x.shape
-    n = weight.shape[0]
+    *lead, hc, d = x.shape
+    tokens, n = math.prod(lead), weight.shape[0]
     need_pre_mix = need_pre_mix and pre_mix is not None
     flow_weight, flow_pre_mix = need_weight and prepared is not None, need_pre_mix and grad_collapsed is not None
-    grad_x = x.new_empty(x.shape if need_x else (0,))
+    grad_x = x.new_empty(x.shape) if need_x else x.new_empty(0)
     grad_weight = _parameter_gradient(x, weight.shape, need_weight, flow_weight)
-    grad_pre_mix = _parameter_gradient(x, (tokens, hc), need_pre_mix, flow_pre_mix)
+    grad_pre_mix = _parameter_gradient(x, (*lead, hc), need_pre_mix, flow_pre_mix)
     weight_sum = pre_mix_sum = None
     if tokens == 0 or (prepared is None and grad_collapsed is None):
         if need_x:
@@ -227,24 +233,22 @@ def _backward(
             weight = weight if narrow is None else narrow
             if not (need_x or flow_weight):
                 q = coef = None
-        with torch.cuda.device_of(x):
-            plan.projection_backward(
-                _readable(x),
-                weight,
-                None if grad_collapsed is None else _readable(pre_mix),
-                q,
-                coef,
-                None if grad_collapsed is None else _readable(grad_collapsed),
-                _readable(addend) if need_x and addend is not None else None,
-                grad_x if need_x else None,
-                part_weight,
-                part_pre_mix,
-                taken,
-                chunk,
-            ).run()
+        plan.projection_backward(
+            _readable(x),
+            weight,
+            None if grad_collapsed is None else _readable(pre_mix),
+            q,
+            coef,
+            None if grad_collapsed is None else _readable(grad_collapsed),
+            _readable(addend) if need_x and addend is not None else None,
+            grad_x if need_x else None,
+            part_weight,
+            part_pre_mix,
+            taken,
+            chunk,
+        ).run()
     if gate_sums or weight_sum or pre_mix_sum:
-        with torch.cuda.device_of(x):
-            plan.sums(hc, tokens, gate_sums, weight_sum, pre_mix_sum).run()
+        plan.sums(hc, tokens, gate_sums, weight_sum, pre_mix_sum).run()
     return grad_x, grad_weight, grad_pre_mix
 
 

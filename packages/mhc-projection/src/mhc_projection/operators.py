@@ -1,9 +1,9 @@
 """The operators: schemas, argument checks, fakes, and which implementation runs. Derivatives: `autograd.py`.
 
-The operators take any leading dimensions, and call the function of their name in `launch` or `reference`, which takes
-and returns the same with the tokens as one dimension, but for `used_reference`. Leading dimensions are dealt with here,
-below autograd, so that they cost it nothing. What only the backward reads is without: rstd (T,), and in a connection
-the mixes (n, T).
+The operators take any leading dimensions, and call the function of their name in `launch`, which takes and returns the
+same but for `used_reference`, or in `reference`, for which the tokens are one dimension. That is dealt with here, below
+autograd, so that it costs autograd nothing. What only the backward reads is without leading dimensions: rstd (T,), and
+in a connection the mixes (n, T).
 
 The last result of the forward operators, `used_reference`, a 0-dim bool on the CPU, says whether the caller was inside
 `hopper_kernels.reference()`. Autograd hands it to the backward operator, which so runs the implementation that its
@@ -12,7 +12,6 @@ of the schema when it traces; this one is looked at when the graph runs, as the 
 because reading it must not wait for the GPU.
 """
 
-import contextlib
 import math
 
 import torch
@@ -23,6 +22,7 @@ from mhc_projection import arguments, autograd, launch, reference
 from mhc_projection.arguments import flatten, unflatten
 
 _library = torch.library.Library("mhc_projection", "DEF")
+_CPU = torch.device("cpu")
 _tags = (torch.Tag.pt2_compliant_tag,)
 _library.define(
     "projection_forward(Tensor x, Tensor weight, Tensor? pre_mix, float eps)"
@@ -139,22 +139,23 @@ def _check_gates_backward(
     arguments.gate_gradients(mixes, mixes.shape[:-1], grad_pre, grad_post, grad_comb, hc)
 
 
-def _run(what: str, function: str, used_reference: Tensor | None, t: Tensor, *rest):
-    """The kernel's or the definition's `function` of (t, *rest). `what` names the caller's function in errors."""
-    remembered = used_reference is not None and used_reference.item()
-    with dispatch.reference() if remembered else contextlib.nullcontext():
-        kernel = dispatch.use_kernel("mhc_projection", t, what)
-    return getattr(launch if kernel else reference, function)(t, *rest)
+def _use_kernel(what: str, t: Tensor, used_reference: Tensor | None = None) -> bool:
+    """Whether the kernel runs on t, not the definition. `what` names the caller's function in errors."""
+    if used_reference is not None and used_reference.item():
+        with dispatch.reference():
+            return dispatch.use_kernel("mhc_projection", t, what)
+    return dispatch.use_kernel("mhc_projection", t, what)
 
 
 def _used_reference() -> Tensor:
-    return torch.tensor(dispatch.reference_requested(), device="cpu")
+    return torch.scalar_tensor(dispatch.reference_requested(), dtype=torch.bool, device=_CPU)
 
 
 def _projection_forward(x, weight, pre_mix, eps):
     _check_projection(x, weight, pre_mix, eps)
-    flat = flatten(x, 2), weight, flatten(pre_mix, 1), eps
-    mixes, rstd, collapsed = _run("mhc_projection", "projection_forward", None, *flat)
+    if _use_kernel("mhc_projection", x):
+        return *launch.projection_forward(x, weight, pre_mix, eps), _used_reference()
+    mixes, rstd, collapsed = reference.projection_forward(flatten(x, 2), weight, flatten(pre_mix, 1), eps)
     lead = x.shape[:-2]
     return unflatten(mixes, lead), rstd, unflatten(collapsed, lead), _used_reference()
 
@@ -173,38 +174,43 @@ def _projection_backward(
     need_pre_mix=True,
     used_reference=None,
 ):
-    _check_projection_backward(x, weight, pre_mix, mixes, rstd, grad_mixes, grad_collapsed, grad_x_addend)
+    gradients = grad_mixes, grad_collapsed, grad_x_addend
+    _check_projection_backward(x, weight, pre_mix, mixes, rstd, *gradients)
+    needs = need_x, need_weight, need_pre_mix
+    if _use_kernel("the backward of mhc_projection", x, used_reference):
+        return launch.projection_backward(x, weight, pre_mix, mixes, rstd, *gradients, *needs)
     flat = (flatten(x, 2), weight, flatten(pre_mix, 1), flatten(mixes, 1), rstd)
     flat += (flatten(grad_mixes, 1), flatten(grad_collapsed, 1), flatten(grad_x_addend, 2))
-    what = "the backward of mhc_projection"
-    grad_x, grad_weight, grad_pre_mix = _run(
-        what, "projection_backward", used_reference, *flat, need_x, need_weight, need_pre_mix
-    )
+    grad_x, grad_weight, grad_pre_mix = reference.projection_backward(*flat, *needs)
     lead = x.shape[:-2]
     return unflatten(grad_x, lead), grad_weight, unflatten(grad_pre_mix, lead)
 
 
 def _gates_forward(mixes, scale, base, hc, iters, eps):
     _check_gates(mixes, scale, base, hc, iters, eps)
-    gates = _run("mhc_gates", "gates_forward", None, flatten(mixes, 1), scale, base, hc, iters, eps)
+    if _use_kernel("mhc_gates", mixes):
+        return *launch.gates_forward(mixes, scale, base, hc, iters, eps), _used_reference()
+    gates = reference.gates_forward(flatten(mixes, 1), scale, base, hc, iters, eps)
     lead = mixes.shape[:-1]
     return *(unflatten(gate, lead) for gate in gates), _used_reference()
 
 
 def _gates_backward(mixes, scale, base, grad_pre, grad_post, grad_comb, hc, iters, eps, used_reference=None):
     _check_gates_backward(mixes, scale, base, grad_pre, grad_post, grad_comb, hc, iters, eps)
-    what = "the backward of mhc_gates"
+    if _use_kernel("the backward of mhc_gates", mixes, used_reference):
+        return launch.gates_backward(mixes, scale, base, grad_pre, grad_post, grad_comb, hc, iters, eps)
     gradients = flatten(grad_pre, 1), flatten(grad_post, 1), flatten(grad_comb, 2)
-    grad_mixes, grad_scale, grad_base = _run(
-        what, "gates_backward", used_reference, flatten(mixes, 1), scale, base, *gradients, hc, iters, eps
-    )
-    return unflatten(grad_mixes, mixes.shape[:-1]), grad_scale, grad_base
+    grad_mixes, *parameters = reference.gates_backward(flatten(mixes, 1), scale, base, *gradients, hc, iters, eps)
+    return unflatten(grad_mixes, mixes.shape[:-1]), *parameters
 
 
 def _hyper_connection_forward(x, weight, scale, base, pre_mix, rms_eps, hc_eps, iters):
     _check_hyper_connection(x, weight, scale, base, pre_mix, rms_eps, hc_eps, iters)
+    if _use_kernel("hyper_connection", x):
+        results = launch.hyper_connection_forward(x, weight, scale, base, pre_mix, rms_eps, hc_eps, iters)
+        return *results, _used_reference()
     flat = flatten(x, 2), weight, scale, base, flatten(pre_mix, 1), rms_eps, hc_eps, iters
-    *results, mixes, rstd = _run("hyper_connection", "hyper_connection_forward", None, *flat)
+    *results, mixes, rstd = reference.hyper_connection_forward(*flat)
     lead = x.shape[:-2]
     return *(unflatten(result, lead) for result in results), mixes, rstd, _used_reference()
 
@@ -231,24 +237,29 @@ def _hyper_connection_backward(
 ):
     gradients = grad_pre, grad_post, grad_comb, grad_collapsed, grad_x_addend
     _check_hyper_connection_backward(x, weight, scale, base, pre_mix, mixes, rstd, *gradients, hc_eps, iters)
+    rest = hc_eps, iters, need_x, need_weight, need_pre_mix
+    if _use_kernel("the backward of hyper_connection", x, used_reference):
+        operands = x, weight, scale, base, pre_mix, mixes, rstd
+        return launch.hyper_connection_backward(*operands, *gradients, *rest)
     flat = (flatten(x, 2), weight, scale, base, flatten(pre_mix, 1), mixes, rstd)
     flat += (flatten(grad_pre, 1), flatten(grad_post, 1), flatten(grad_comb, 2))
     flat += (flatten(grad_collapsed, 1), flatten(grad_x_addend, 2))
-    what = "the backward of hyper_connection"
-    grad_x, *parameters, grad_pre_mix = _run(
-        what, "hyper_connection_backward", used_reference, *flat, hc_eps, iters, need_x, need_weight, need_pre_mix
-    )
+    grad_x, *parameters, grad_pre_mix = reference.hyper_connection_backward(*flat, *rest)
     lead = x.shape[:-2]
     return unflatten(grad_x, lead), *parameters, unflatten(grad_pre_mix, lead)
 
 
-for _key in ("CPU", "CUDA"):
-    _library.impl("projection_forward", _projection_forward, _key)
-    _library.impl("projection_backward", _projection_backward, _key)
-    _library.impl("hyper_connection_forward", _hyper_connection_forward, _key)
-    _library.impl("hyper_connection_backward", _hyper_connection_backward, _key)
-    _library.impl("gates_forward", _gates_forward, _key)
-    _library.impl("gates_backward", _gates_backward, _key)
+_implementations = {
+    "projection_forward": _projection_forward,
+    "projection_backward": _projection_backward,
+    "hyper_connection_forward": _hyper_connection_forward,
+    "hyper_connection_backward": _hyper_connection_backward,
+    "gates_forward": _gates_forward,
+    "gates_backward": _gates_backward,
+}
+for _name, _implementation in _implementations.items():
+    for _key in ("CPU", "CUDA"):
+        _library.impl(_name, _implementation, _key)
 
 
 @torch.library.register_fake("mhc_projection::projection_forward", lib=_library)
@@ -346,4 +357,4 @@ def _(mixes, scale, base, grad_pre, grad_post, grad_comb, hc, iters, eps, used_r
     return tuple(mixes.new_empty(shape) for shape in (mixes.shape, (3,), (mixes.shape[-1],)))
 
 
-autograd.register(_library)
+autograd.register(_library, _implementations)

@@ -1,6 +1,7 @@
 """Plan of the kernels: tiles, grids and arguments of each launch, and what is compiled ahead."""
 
 import functools
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -41,6 +42,7 @@ def gate_workspace(like: Tensor, tokens: int, hc: int, iters: int) -> tuple[Tens
     return fp32(like, *shape), fp32(like, *shape), fp32(like, iters - 1, 2 * hc, tokens)
 
 
+@functools.lru_cache(maxsize=4096)  # as many as there may be lengths of packed documents in a while
 def chunk_size(tokens: int, hc: int, d: int) -> int:
     """Tokens whose contributions to the weight's gradient are summed in one go. Its bits follow from that.
 
@@ -69,6 +71,7 @@ def _blocks(size: int, block: int) -> tuple[int]:
     return (-(-size // block),)
 
 
+@functools.cache
 def group_size(hc: int, largest: int = 4) -> int:
     """Streams that are in shared memory together: at most `largest`, and a divisor of hc."""
     return max(size for size in range(1, largest + 1) if hc % size == 0)
@@ -79,48 +82,52 @@ def _descriptor(t: Tensor, shape: tuple[int, ...], block: tuple[int, ...]):
 
     The strides are those of the shape: a tensor is contiguous whatever the stride of an axis of length 1.
     """
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.insert(0, strides[0] * size)
+    kind, layout = _kind_and_layout(block)
+    strides = (shape[1], 1) if len(shape) == 2 else (shape[1] * shape[2], shape[2], 1)
     # Without TensorDescriptor's own checks, which cost as much as a launch. What they ask for is so: the alignment by
     # `launch._readable`, rows of a multiple of 16 bytes by `arguments`, tiles of powers of two by this module.
-    descriptor = object.__new__(TensorDescriptor)
+    descriptor = object.__new__(kind)
     descriptor.base, descriptor.shape, descriptor.strides = t, shape, strides
-    descriptor.block_shape, descriptor.layout, descriptor.padding = block, _layout(block), "zero"
+    descriptor.block_shape, descriptor.layout, descriptor.padding = block, layout, "zero"
     return descriptor
 
 
 @functools.cache
-def _layout(block: tuple[int, ...]):
+def _kind_and_layout(block: tuple[int, ...]):
     from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    return gl.NVMMASharedLayout(swizzle_byte_width=2 * block[-1], element_bitwidth=16, rank=len(block))
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=2 * block[-1], element_bitwidth=16, rank=len(block))
+    return TensorDescriptor, layout
 
 
-def projection(x, weight, pre_mix, products, squares, collapsed) -> Launch:
+def projection(x, weight, pre_mix, parts, collapsed) -> Launch:
     """The forward's kernel, without the collapse if pre_mix is None."""
     from mhc_projection.kernels.projection import projection_kernel
 
-    tokens, hc, d = x.shape
-    n, splits, group = weight.shape[0], squares.shape[0], group_size(hc, 2)
-    tile = FORWARD_TOKENS, 1, CHANNELS
+    *_, hc, d = x.shape
+    n, (splits, _, tokens) = weight.shape[0], parts.shape
     args = (
-        _descriptor(x, x.shape, tile),
+        _descriptor(x, (tokens, hc, d), (FORWARD_TOKENS, 1, CHANNELS)),
         _descriptor(weight, (n, hc, d), (MAX_LOGITS, 1, CHANNELS)),
-        squares if pre_mix is None else pre_mix,
-        products,
-        squares,
+        parts if pre_mix is None else pre_mix,
+        parts,
         collapsed,
         tokens,
         d // 8,
         n,
         splits,
     )
-    options = {"HC": hc, "GROUP": group, "COLLAPSE": pre_mix is not None, "TOKENS": FORWARD_TOKENS, "STAGES": 3}
+    options = {
+        "HC": hc,
+        "GROUP": group_size(hc, 2),
+        "COLLAPSE": pre_mix is not None,
+        "TOKENS": FORWARD_TOKENS,
+        "STAGES": 3,
+        "num_warps": 4,
+    }
     grid = (-(-tokens // FORWARD_TOKENS) * splits,)
-    return Launch(projection_kernel, grid, args, {**options, "num_warps": 4})
+    return Launch(projection_kernel, grid, args, options)
 
 
 def projection_backward(
@@ -129,18 +136,19 @@ def projection_backward(
     """The backward's kernel; what is None is neither read nor written. taken is 0."""
     from mhc_projection.kernels.projection_backward import projection_backward_kernel
 
-    tokens, hc, d = x.shape
+    *lead, hc, d = x.shape
+    tokens = math.prod(lead)
     # With an addend, half as many streams at a time leave room for as many stages.
     n, group = weight.shape[0], group_size(hc, 4 if addend is None else 2)
-    tile = BACKWARD_TOKENS, 1, CHANNELS
-    streams = _descriptor(x, x.shape, tile)
+    shape, tile = (tokens, hc, d), (BACKWARD_TOKENS, 1, CHANNELS)
+    streams = _descriptor(x, shape, tile)
     descriptors = (
         streams,
         streams if q is None else _descriptor(weight, (n, hc, d), (MAX_LOGITS, 1, CHANNELS)),
         streams if q is None else _descriptor(q, q.shape, (BACKWARD_TOKENS, MAX_LOGITS)),
         streams if grad_collapsed is None else _descriptor(grad_collapsed, (tokens, d), (BACKWARD_TOKENS, CHANNELS)),
-        streams if addend is None else _descriptor(addend, x.shape, tile),
-        streams if grad_x is None else _descriptor(grad_x, x.shape, tile),
+        streams if addend is None else _descriptor(addend, shape, tile),
+        streams if grad_x is None else _descriptor(grad_x, shape, tile),
     )
     tensors = (x if t is None else t for t in (pre_mix, coef, part_weight, part_pre_mix))  # what is None is not touched
     options = {
@@ -162,12 +170,12 @@ def projection_backward(
     return Launch(projection_backward_kernel, (programs,), args, options)
 
 
-def finish(products, squares, mixes, rstd, eps, width) -> Launch:
+def finish(parts, mixes, rstd, eps, width) -> Launch:
     """Mixes and rstd from the parts that the forward's kernel wrote."""
     from mhc_projection.kernels.reductions import finish_kernel
 
-    tokens, n = mixes.shape
-    args = (products, squares, mixes, rstd, float(eps), width * SQUARES_SCALE, tokens, n, squares.shape[0])
+    tokens, n = rstd.shape[0], mixes.shape[-1]
+    args = (parts, mixes, rstd, float(eps), width * SQUARES_SCALE, tokens, n, parts.shape[0])
     return Launch(finish_kernel, _blocks(tokens, FINISH["TOKENS"]), args, FINISH)
 
 
@@ -175,7 +183,7 @@ def prepare(mixes, rstd, grad_mixes, q, coef, weight, narrow, taken, width) -> L
     """What the backward's kernel reads, from the gradient of the mixes; narrow is None if the weight is bf16."""
     from mhc_projection.kernels.reductions import prepare_kernel
 
-    tokens, n = mixes.shape
+    tokens, n = coef.shape[0], mixes.shape[-1]
     programs, rounding, size = -(-tokens // PREPARE["TOKENS"]), *_rounding(weight, narrow)
     args = (mixes, rstd, grad_mixes, q, coef, weight, q if narrow is None else narrow, taken)
     numbers = (float(width), tokens, n, programs, size)
@@ -208,16 +216,15 @@ def sums(hc, tokens, gates=None, weight=None, pre_mix=None) -> Launch:
     return Launch(sum_kernel, grid, tensors + numbers, {"HC": hc, **SUM})
 
 
-def gates(products, squares, mixes, rstd, scale, base, gates, rms_eps, eps, width, iters) -> Launch:
-    """The gates from mixes (T, n), or with products and squares from those, writing mixes (n, T) and rstd."""
+def gates(parts, mixes, rstd, scale, base, gates, rms_eps, eps, width, iters) -> Launch:
+    """The gates from mixes (T, n), or with parts from those, writing mixes (n, T) and rstd."""
     from mhc_projection.kernels.gates import gates_kernel
 
-    finish = products is not None
-    tokens, hc = gates[0].shape
-    parts = (products, squares) if finish else (mixes, mixes)
-    rstd = rstd if finish else mixes
-    numbers = (float(rms_eps), float(eps), width * SQUARES_SCALE, iters, tokens, squares.shape[0] if finish else 0)
-    args = (*parts, mixes, rstd, scale, base, *gates, *numbers)
+    finish = parts is not None
+    hc = gates[0].shape[-1]
+    tokens = gates[0].numel() // hc
+    numbers = (float(rms_eps), float(eps), width * SQUARES_SCALE, iters, tokens, parts.shape[0] if finish else 0)
+    args = (parts if finish else mixes, mixes, rstd if finish else mixes, scale, base, *gates, *numbers)
     return Launch(gates_kernel, _blocks(tokens, GATES["TOKENS"]), args, {"HC": hc, "FINISH": finish, **GATES})
 
 
@@ -229,7 +236,8 @@ def gates_backward(mixes, rstd, scale, base, grads, results, workspace, eps, wid
     from mhc_projection.kernels.gates import gates_backward_kernel
 
     prepare = len(results) > 1
-    tokens, hc = grads[0].shape
+    hc = grads[0].shape[-1]
+    tokens = grads[0].numel() // hc
     # What a variant does not touch is given as mixes.
     grad_mixes, q, coef, weight, narrow, taken = (mixes, *results) if prepare else (*results, *(mixes,) * 5)
     rounding, size = _rounding(weight, narrow) if prepare else (0, 0)
@@ -257,14 +265,14 @@ def variants() -> "list[Variant]":
     x, weight = meta(tokens, hc, d, dtype=torch.bfloat16), meta(n, hc * d, dtype=torch.bfloat16)
     collapsed, q = meta(tokens, d, dtype=torch.bfloat16), meta(tokens, 2 * MAX_LOGITS, dtype=torch.bfloat16)
     pre, comb, mixes, rstd = meta(tokens, hc), meta(tokens, hc, hc), meta(tokens, n), meta(tokens)
-    products, squares = meta(splits(d), n, tokens), meta(splits(d), tokens)
+    parts = meta(splits(d), n + 1, tokens)
     part_weight, part_pre_mix = meta(2, n, hc * d), meta(d // CHANNELS, hc, tokens)
     workspace, three = gate_workspace(x, tokens, hc, iters), (pre, pre, comb)
     scale, base = meta(3), meta(n)
     taken = meta(1, dtype=torch.int32)
     pairs = (workspace[:2], (base, scale)), (part_weight, meta(n, hc * d)), (part_pre_mix, pre)
     found = [
-        Variant("finish", finish(products, squares, mixes, rstd, 1e-20, hc * d).compile),
+        Variant("finish", finish(parts, mixes, rstd, 1e-20, hc * d).compile),
         Variant("sum", sums(hc, tokens, *pairs).compile),
     ]
     for given in (weight, meta(n, hc * d)):
@@ -276,13 +284,12 @@ def variants() -> "list[Variant]":
     launch = gates_backward(mixes, None, scale, base, three, (mixes,), workspace, 1e-6, 1, iters)
     found.append(Variant("gates_backward[together=0]", launch.compile))
     for together in (False, True):
-        forward = (products, squares) if together else (None, None)
-        launch = gates(*forward, mixes, rstd, scale, base, three, 1e-20, 1e-6, hc * d, iters)
+        launch = gates(parts if together else None, mixes, rstd, scale, base, three, 1e-20, 1e-6, hc * d, iters)
         found.append(Variant(f"gates[together={int(together)}]", launch.compile))
     tensor_cores = ("HGMMA", "UTMALDG")
     for collapse in (False, True):
         flag = f"collapse={int(collapse)}"
-        launch = projection(x, weight, pre if collapse else None, products, squares, collapsed)
+        launch = projection(x, weight, pre if collapse else None, parts, collapsed)
         found.append(Variant(f"projection[{flag}]", launch.compile, tensor_cores))
         for addend in (None, x):
             gradients = (q, rstd, collapsed if collapse else None, addend, x, part_weight)

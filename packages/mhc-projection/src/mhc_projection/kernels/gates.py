@@ -143,8 +143,7 @@ def _iterate(s, eps, HC: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rms_eps", "eps", "width", "iters", "tokens", "splits"])
 def gates_kernel(
-    products,
-    squares,
+    parts,
     mixes,
     rstd,
     scale,
@@ -165,20 +164,21 @@ def gates_kernel(
 ):
     """The gates of mixes (tokens, n); with FINISH, first mixes (n, tokens) and rstd from the projection's parts.
 
-    The parts are products (splits, n, tokens) and squares (splits, tokens); see `finish_kernel`.
+    The parts are (splits, n + 1, tokens); see `finish_kernel`.
     """
     N: tl.constexpr = HC * (HC + 2)
     t = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     in_t = t < tokens
     if FINISH:
-        m = _load(products, t, in_t, tokens, N, True)
-        square = tl.load(squares + t, mask=in_t, other=0.0)
+        row = tokens.to(tl.int64)
+        m = _load(parts, t, in_t, tokens, N, True)
+        square = tl.load(parts + row * N + t, mask=in_t, other=0.0)
         for first in range(1, splits, TOGETHER):
             for k in tl.static_range(TOGETHER):  # their loads are under way together
                 inside = in_t & (first + k < splits)
-                part = products + tokens.to(tl.int64) * N * (first + k)
+                part = parts + row * (N + 1) * (first + k)
                 m = _sum_of(m, _load(part, t, inside, tokens, N, True), N)
-                square += tl.load(squares + tokens.to(tl.int64) * (first + k) + t, mask=inside, other=0.0)
+                square += tl.load(part + row * N + t, mask=inside, other=0.0)
         r = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(square, width) + rms_eps))
         m = _times(m, r, N)
         _store(mixes, m, t, in_t, tokens, 0, N, N, True)

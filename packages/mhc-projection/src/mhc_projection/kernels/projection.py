@@ -32,8 +32,7 @@ def projection_kernel(
     x,
     weight,
     pre_mix,
-    products,
-    squares,
+    parts,
     collapsed,
     tokens,
     channels_over_8,
@@ -48,9 +47,9 @@ def projection_kernel(
     """A program takes TOKENS tokens and one of `splits` nearly equal ranges of the channels, of all streams.
 
     x (tokens, HC, channels) and weight (n, HC, channels) come by TMA, whose zeros fill what is past their ends. It
-    writes its part of the products with the weight, products[split] (n, tokens), and of the scaled sums of squares,
-    squares[split] (tokens,), and its channels of the collapse. Programs of the same tokens are neighbours, so that
-    whole rows of x are read at a time. A step is GROUP streams of a block of channels.
+    writes parts[split] (n + 1, tokens), that of the products with the weight and, last, of the scaled sums of squares,
+    and its channels of the collapse. Programs of the same tokens are neighbours, so that whole rows of x are read at a
+    time. A step is GROUP streams of a block of channels.
     """
     WARPS: gl.constexpr = gl.num_warps()
     GROUPS: gl.constexpr = HC // GROUP
@@ -125,9 +124,9 @@ def projection_kernel(
 
     ta = gl.arange(0, TOKENS, layout=gl.SliceLayout(1, ACC))
     j = gl.arange(0, LOGITS, layout=gl.SliceLayout(0, ACC))
-    row = split.to(gl.int64) * n * tokens + start
+    part = parts + split.to(gl.int64) * (n + 1) * tokens + start
     mask = (ta < tokens - t0)[:, None] & (j < n)[None, :]
-    gl.store(products + row + (ta[:, None] + j.to(gl.int64)[None, :] * tokens), total, mask=mask)
+    gl.store(part + (ta[:, None] + j.to(gl.int64)[None, :] * tokens), total, mask=mask)
     # Scaled, exactly, so that the sums of streams up to 1e18 do not overflow.
     square = gl.sum(square * SQUARES_SCALE, axis=1)
-    gl.store(squares + split.to(gl.int64) * tokens + start + t, square, mask=in_t)
+    gl.store(part + n.to(gl.int64) * tokens + t, square, mask=in_t)

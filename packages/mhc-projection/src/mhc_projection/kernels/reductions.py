@@ -7,10 +7,11 @@ LOGITS = tl.constexpr(32)  # of a token, padded with zeros
 
 
 @triton.jit(do_not_specialize=["eps", "width", "tokens", "n", "splits"])
-def finish_kernel(products, squares, mixes, rstd, eps, width, tokens, n, splits, TOKENS: tl.constexpr):
+def finish_kernel(parts, mixes, rstd, eps, width, tokens, n, splits, TOKENS: tl.constexpr):
     """Adds the parts of the splits in their order: rstd = (mean square + eps)^(-1/2), mixes = product * rstd.
 
-    The squares are scaled down, and so is width, the number of channels that they are the sums over.
+    A part is (n + 1, tokens): n products and the sum of squares. The squares are scaled down, and so is width, the
+    number of channels that they are the sums over.
     """
     t = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     j = tl.arange(0, LOGITS)
@@ -19,10 +20,10 @@ def finish_kernel(products, squares, mixes, rstd, eps, width, tokens, n, splits,
     product = tl.zeros([LOGITS, TOKENS], tl.float32)
     square = tl.zeros([TOKENS], tl.float32)
     for _ in range(splits):
-        product += tl.load(products + j.to(tl.int64)[:, None] * tokens + t[None, :], mask=inside, other=0.0)
-        square += tl.load(squares + t, mask=in_t, other=0.0)
-        products += tokens.to(tl.int64) * n
-        squares += tokens
+        product += tl.load(parts + j.to(tl.int64)[:, None] * tokens + t[None, :], mask=inside, other=0.0)
+        parts += tokens.to(tl.int64) * n
+        square += tl.load(parts + t, mask=in_t, other=0.0)
+        parts += tokens
     r = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(square, width) + eps))
     tl.store(mixes + t[None, :] * n + j[:, None], product * r[None, :], mask=inside)
     tl.store(rstd + t, r, mask=in_t)
