@@ -1,7 +1,5 @@
 """The three casts on the GPU against the definition, byte for byte: shapes, layouts, padding, foreign memory."""
 
-import gc
-
 import pytest
 import torch
 from fp8_dual_cast import fp8_dual_cast, launch, per_token_cast, per_token_cast_transposed, reference
@@ -46,8 +44,7 @@ def test_no_tokens():
     """The shapes, dtypes and strides of nothing are those of the definition, and no memory is needed for it."""
     x = torch.empty(0, 384, dtype=torch.bfloat16, device=on_gpu.DEVICE)
     expected = on_gpu.definition(x)
-    gc.collect()
-    before = torch.cuda.memory_allocated()
+    before = memory.allocated()
     actual = fp8_dual_cast(x)
     assert torch.cuda.memory_allocated() == before
     on_gpu.assert_dual(actual, expected, "dual")

@@ -1,12 +1,11 @@
 """Streams, CUDA graphs, devices, repeats and processes: the bytes are always the same."""
 
-import gc
-
 import pytest
 import torch
 from fp8_dual_cast import fp8_dual_cast, per_token_cast, per_token_cast_transposed
 
 from tests.fp8_dual_cast import inputs, on_gpu
+from tests.support import memory
 from tests.support.compare import assert_same_bytes
 from tests.support.device import capture, no_sync, repeat_bytes, side_stream
 from tests.support.process import output_of, start_python
@@ -142,8 +141,7 @@ def test_second_device():
     args = operands(300, 512)
     there = [t.to("cuda:1") for t in args]
     torch.cuda.synchronize()
-    gc.collect()
-    before = torch.cuda.memory_allocated(0)
+    before = memory.allocated(0)
     results = all_casts(*there)
     assert torch.cuda.memory_allocated(0) == before
     assert {t.device for t in results} == {torch.device("cuda:1")}

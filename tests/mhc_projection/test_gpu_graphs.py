@@ -1,13 +1,12 @@
 """Streams of the device, CUDA graphs, synchronisation, PyTorch's deterministic mode, and other devices."""
 
-import gc
-
 import pytest
 import torch
 from mhc_projection import hyper_connection
 
 from tests.mhc_projection import inputs, on_gpu
 from tests.mhc_projection.inputs import Operands
+from tests.support import memory
 from tests.support.device import capture, no_sync, side_stream
 from tests.support.process import output_of, start_python
 
@@ -192,8 +191,7 @@ def test_second_device(current):
     expected = flat_call(*args)
     torch.cuda.synchronize()
     with torch.cuda.device(current):
-        gc.collect()
-        before = torch.cuda.memory_allocated(current)
+        before = memory.allocated(current)
         results = flat_call(*there)
         assert torch.cuda.memory_allocated(current) == before
         assert torch.cuda.current_device() == current

@@ -1,7 +1,5 @@
 """Device memory: what operands may look like, what is written, what is allocated, and that all of it comes back."""
 
-import gc
-
 import pytest
 import torch
 from mhc_projection import hyper_connection_streams, launch, plan
@@ -209,8 +207,7 @@ def test_memory_comes_back():
     t = on_gpu.operands(1100, 4, 200)
     c = on_gpu.all_cotangents(t)
     on_gpu.everything(t, c)
-    gc.collect()
-    before = torch.cuda.memory_allocated()
+    before = memory.allocated()
     for _ in range(50):
         on_gpu.everything(t, c)
     assert torch.cuda.memory_allocated() == before

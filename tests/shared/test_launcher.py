@@ -198,6 +198,14 @@ def test_a_misaligned_tensor_and_an_integer_of_64_bits_take_tritons_way(value):
     assert kernel.ways == ["triton", "triton", "triton", "triton", "compiled"]
 
 
+@pytest.mark.parametrize("value", [True, None, "text"])
+def test_an_argument_of_another_kind_takes_tritons_way(value):
+    kernel = Kernel("x", "y")
+    for _ in range(2):
+        run(kernel, torch.zeros(4), value)
+    assert kernel.ways == ["triton", "triton"]
+
+
 def test_a_kernel_that_specialises_on_an_integer_takes_tritons_way():
     kernel, x = Kernel("x", "n", specialised=("n",)), torch.zeros(4)
     for _ in range(3):

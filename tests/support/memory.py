@@ -101,11 +101,17 @@ def peak_of(call: Callable[[], object]) -> tuple[object, int]:
     """What a call returns, and the bytes beyond what was there that PyTorch was asked for at its peak."""
     call()
     torch.cuda.synchronize()
-    gc.collect()  # what earlier tests left would be freed meanwhile
+    gc.collect()  # as in `allocated`
     torch.cuda.reset_peak_memory_stats()
     before = requested("current")
     results = call()
     return results, requested("peak") - before
+
+
+def allocated(device: int | None = None) -> int:
+    """Bytes of all tensors on a device, after what earlier tests left, and Python would free any time, has gone."""
+    gc.collect()
+    return torch.cuda.memory_allocated(device)
 
 
 def requested(what: str) -> int:

@@ -103,7 +103,7 @@ class ProjectionStreams(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_mixes, *others):
-        saved = ctx.saved_tensors  # once: a checkpoint recomputes it for each look
+        saved = ctx.saved_tensors  # looked at once, since a checkpoint hands them out once
         grad_collapsed, addend = (None, *others) if saved[2] is None else others
         return *_projection_gradients(saved, ctx.needs_input_grad, grad_mixes, grad_collapsed, addend), None
 

@@ -6,7 +6,7 @@ matrices, row by row.
 
 import triton
 import triton.language as tl
-from mhc_projection.kernels.reductions import LOGITS, round_weight
+from mhc_projection.kernels.reductions import LOGITS, round_weight, store_q
 
 
 @triton.jit
@@ -346,11 +346,6 @@ def gates_backward_kernel(
         for k in tl.static_range(1, N):
             dot += g[k] * m[k]
         tl.store(coef + t, -tl.div_rn(r * r, width) * dot, mask=in_t)
-        exact = _matrix(_times(g, r, N), N)
-        high = exact.to(tl.bfloat16)
-        low = (exact - high.to(tl.float32)).to(tl.bfloat16)
-        address = q + t[:, None] * (2 * LOGITS) + j[None, :]
-        tl.store(address, high, mask=in_t[:, None])
-        tl.store(address + LOGITS, low, mask=in_t[:, None])
+        store_q(q, _matrix(_times(g, r, N), N), t, in_t)
     else:
         _store(grad_mixes, g, t, in_t, tokens, 0, N, N, False)

@@ -36,6 +36,16 @@ def round_weight(weight, narrow, program, size, BLOCK: tl.constexpr):
     tl.store(narrow + e, tl.load(weight + e, mask=e < size).to(tl.bfloat16), mask=e < size)
 
 
+@triton.jit
+def store_q(q, exact, t, in_t):
+    """exact (tokens, LOGITS) as the sum of two bf16 numbers, to q (tokens, 2, LOGITS)."""
+    high = exact.to(tl.bfloat16)
+    low = (exact - high.to(tl.float32)).to(tl.bfloat16)
+    address = q + t[:, None] * (2 * LOGITS) + tl.arange(0, LOGITS)[None, :]
+    tl.store(address, high, mask=in_t[:, None])
+    tl.store(address + LOGITS, low, mask=in_t[:, None])
+
+
 @triton.jit(do_not_specialize=["width", "tokens", "n", "programs", "size"])
 def prepare_kernel(
     mixes,
@@ -72,12 +82,7 @@ def prepare_kernel(
     g = tl.load(grad_mixes + at, mask=inside, other=0.0)
     m = tl.load(mixes + at, mask=inside, other=0.0)
     r = tl.load(rstd + t, mask=in_t, other=0.0)
-    exact = r[:, None] * g
-    high = exact.to(tl.bfloat16)
-    low = (exact - high.to(tl.float32)).to(tl.bfloat16)
-    row = t[:, None] * (2 * LOGITS) + j[None, :]
-    tl.store(q + row, high, mask=in_t[:, None])
-    tl.store(q + row + LOGITS, low, mask=in_t[:, None])
+    store_q(q, r[:, None] * g, t, in_t)
     tl.store(coef + t, -tl.div_rn(r * r, width) * tl.sum(g * m, axis=1), mask=in_t)
 
 
@@ -89,13 +94,12 @@ def _sum_block(
     parts,
     columns,
     ROWS: tl.constexpr,
-    TRANSPOSE: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """A block of the sum of part (parts, ROWS, columns) over its first axis, PARTS of them side by side.
 
-    out is (ROWS, columns), or transposed.
+    out is (columns, ROWS).
     """
     e = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     size = columns.to(tl.int64) * ROWS
@@ -106,10 +110,10 @@ def _sum_block(
         inside = (row < parts)[:, None] & (e < size)[None, :]
         totals += tl.load(part + row.to(tl.int64)[:, None] * size + e[None, :], mask=inside, other=0.0)
     total = tl.sum(totals, axis=0)
-    if TRANSPOSE:
-        address = out + e % columns * ROWS + e // columns
-    else:
+    if ROWS == 1:
         address = out + e
+    else:
+        address = out + e % columns * ROWS + e // columns
     tl.store(address, total, mask=e < size)
 
 
@@ -168,10 +172,10 @@ def sum_kernel(
     """
     program = tl.program_id(0)
     if program < pre_mix_programs:
-        _sum_block(part_pre_mix, grad_pre_mix, program, blocks, tokens, HC, True, PRE_MIX_PARTS, PRE_MIX)
+        _sum_block(part_pre_mix, grad_pre_mix, program, blocks, tokens, HC, PRE_MIX_PARTS, PRE_MIX)
     elif program < pre_mix_programs + gate_programs:
         program -= pre_mix_programs
         _sum_parameters(part_base, part_scale, grad_base, grad_scale, program, parts, HC, PARAMETERS)
     else:
         program -= pre_mix_programs + gate_programs
-        _sum_block(part_weight, grad_weight, program, chunks, size, 1, False, WEIGHT_PARTS, WEIGHT)
+        _sum_block(part_weight, grad_weight, program, chunks, size, 1, WEIGHT_PARTS, WEIGHT)
