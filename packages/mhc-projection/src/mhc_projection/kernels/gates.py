@@ -346,6 +346,6 @@ def gates_backward_kernel(
         for k in tl.static_range(1, N):
             dot += g[k] * m[k]
         tl.store(coef + t, -tl.div_rn(r * r, width) * dot, mask=in_t)
-        store_q(q, _matrix(_times(g, r, N), N), t, in_t)
+        store_q(q, _matrix(_times(g, r, N), N), t, in_t, LOGITS)
     else:
         _store(grad_mixes, g, t, in_t, tokens, 0, N, N, False)

@@ -37,13 +37,13 @@ def round_weight(weight, narrow, program, size, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def store_q(q, exact, t, in_t):
-    """exact (tokens, LOGITS) as the sum of two bf16 numbers, to q (tokens, 2, LOGITS)."""
+def store_q(q, exact, t, in_t, SIZE: tl.constexpr):
+    """exact (tokens, SIZE) as the sum of two bf16 numbers, to q (tokens, 2, SIZE)."""
     high = exact.to(tl.bfloat16)
     low = (exact - high.to(tl.float32)).to(tl.bfloat16)
-    address = q + t[:, None] * (2 * LOGITS) + tl.arange(0, LOGITS)[None, :]
+    address = q + t[:, None] * (2 * SIZE) + tl.arange(0, SIZE)[None, :]
     tl.store(address, high, mask=in_t[:, None])
-    tl.store(address + LOGITS, low, mask=in_t[:, None])
+    tl.store(address + SIZE, low, mask=in_t[:, None])
 
 
 @triton.jit(do_not_specialize=["width", "tokens", "n", "programs", "size"])
@@ -82,7 +82,7 @@ def prepare_kernel(
     g = tl.load(grad_mixes + at, mask=inside, other=0.0)
     m = tl.load(mixes + at, mask=inside, other=0.0)
     r = tl.load(rstd + t, mask=in_t, other=0.0)
-    store_q(q, r[:, None] * g, t, in_t)
+    store_q(q, r[:, None] * g, t, in_t, LOGITS)
     tl.store(coef + t, -tl.div_rn(r * r, width) * tl.sum(g * m, axis=1), mask=in_t)
 
 
