@@ -25,6 +25,8 @@ from benches.timing import (
     statistics_of,
 )
 
+_START = time.perf_counter()
+
 
 def run_case(case: Case, device: torch.device, clocks: ClockLog, quick: bool, rounds: int | None) -> dict[str, Any]:
     """Verify all candidates of a case, time those that are right; the case's part of the record."""
@@ -163,5 +165,5 @@ def add_shares(record: dict[str, Any]) -> None:
 
 
 def progress(text: str) -> None:
-    """One line on stderr."""
-    print(text, file=sys.stderr, flush=True)
+    """One line on stderr, after the seconds since the start."""
+    print(f"{time.perf_counter() - _START:4.0f} s  {text}", file=sys.stderr, flush=True)

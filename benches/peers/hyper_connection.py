@@ -5,6 +5,7 @@ Every function here returns a `Connection` with V4.1's numbers; what it needs is
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 
@@ -42,6 +43,8 @@ def tile_kernels(*, add_gradient: bool = False) -> Connection:
 
     `add_gradient`: its own way of adding the gradient of other readers, see `tile_kernels_gradients`.
     """
+    with contextlib.suppress(ModuleNotFoundError):  # 1.0.0 beside TileLang 0.1.15: its FP8 casts lack a module,
+        import tile_kernels  # noqa: F401  # and once they have failed the rest can be imported
     from tile_kernels.modeling.mhc.ops import (
         mhc_pre_apply_mix,
         mhc_pre_norm_fn,
