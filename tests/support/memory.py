@@ -101,7 +101,7 @@ def peak_of(call: Callable[[], object]) -> tuple[object, int]:
     """What a call returns, and the bytes beyond what was there that PyTorch was asked for at its peak."""
     call()
     torch.cuda.synchronize()
-    gc.collect()  # as in `allocated`
+    _collect()
     torch.cuda.reset_peak_memory_stats()
     before = requested("current")
     results = call()
@@ -110,8 +110,14 @@ def peak_of(call: Callable[[], object]) -> tuple[object, int]:
 
 def allocated(device: int | None = None) -> int:
     """Bytes of all tensors on a device, after what earlier tests left, and Python would free any time, has gone."""
-    gc.collect()
+    _collect()
     return torch.cuda.memory_allocated(device)
+
+
+def _collect() -> None:
+    """Collect until nothing is left to: what one pass frees in autograd's graphs may hold what the next one frees."""
+    while gc.collect():
+        pass
 
 
 def requested(what: str) -> int:

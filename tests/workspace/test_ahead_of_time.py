@@ -6,17 +6,39 @@ The table is rewritten with `uv run hopper-kernels precompile --table tests/work
 
 import dataclasses
 import importlib.metadata
+import json
 from pathlib import Path
 
 import pytest
 from hopper_kernels import precompile, registry
 from hopper_kernels.precompile import Report
 
+from tests.support.process import output_of, start_python
+
 TABLE = Path(__file__).with_name("ahead_of_time.json")
 REWRITE = f"uv run hopper-kernels precompile --table tests/workspace/{TABLE.name}"
 # What a kernel's speed rests on: losing one of these means that the compiler chose another way.
 MUST_STAY = ("HGMMA", "QGMMA", "UTMALDG", "UTMASTG", "LDSM", "STSM", "F2FP")
 INSTALLED = [name for name in registry.KERNELS if registry.installed_version(name)]
+# The number of kernels, and the names of those with another key after all others have theirs than in a new process.
+OTHER_KEYS = """
+import importlib, json, pkgutil, sys
+from triton.runtime.jit import JITCallable
+
+package = importlib.import_module(sys.argv[1])
+names = [module.name for module in pkgutil.iter_modules(package.__path__, package.__name__ + ".")]
+members = [f for name in names for f in vars(importlib.import_module(name)).values() if isinstance(f, JITCallable)]
+functions = list({id(f): f for f in members}.values())
+kernels = [f for f in functions if f.__name__.endswith("_kernel")]
+
+def key_after(kernel, others):
+    for f in functions:
+        f.hash, f.used_global_vals = None, {}
+    return [f.cache_key for f in (*others, kernel)][-1]
+
+different = [k.__name__ for k in kernels if key_after(k, []) != key_after(k, [f for f in kernels if f is not k])]
+print(json.dumps([len(kernels), different]))
+"""
 
 
 def regressions(old: list[Report], new: list[Report]) -> list[str]:
@@ -116,3 +138,17 @@ def test_every_variant_has_what_it_expects(kernel):
     for variant, report in zip(listed, precompile.compile(kernel, variants=listed), strict=True):
         missing = [opcode for opcode in variant.expect if not report.instructions[opcode]]
         assert not missing, f"{variant.name} lacks {missing}"
+
+
+@pytest.mark.parametrize("kernel", INSTALLED)
+def test_what_was_compiled_ahead_is_found(kernel):
+    """A kernel's key in Triton's cache does not depend on which kernels were launched before it.
+
+    Triton 3.6 merges the globals that a function's callees read only if the callees have keys already. A callee that
+    two kernels share, and which reads a global of its own, then gives the second kernel another key than it has in a
+    process that launches it first.
+    """
+    pytest.importorskip("triton")
+    count, different = json.loads(output_of(start_python(OTHER_KEYS, f"{kernel}.kernels")))
+    assert count
+    assert different == []

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import json
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from benches.peers import hyper_connection as peers
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 TASKS = (bench.FORWARD, bench.BACKWARD, bench.BOTH, bench.READERS)
 LOOSE = dict.fromkeys(bench.BOUNDS, bench.LOOSE)
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def _compiled_without_compiling() -> peers.Connection:
@@ -169,3 +172,19 @@ def test_on_the_device(task):
         call = bench.prepare_connection(inputs, load, task)
         bench.close_to_float64(inputs, call(), bounds)
         bench.close_to_float64(inputs, call(), bounds)
+
+
+def test_the_errors_in_the_readme_are_those_of_the_record():
+    record = json.loads((ROOT / "benches/results/mhc_projection.json").read_text())
+    readme = (ROOT / "packages/mhc-projection/README.md").read_text()
+    label = f"{bench.MAIN[0]} x {bench.HC} x {bench.MAIN[1]}, {bench.BOTH}"
+    case = next(case for case in record["cases"] if case["label"] == label)
+    errors = {}
+    for entry in case["candidates"]:
+        if entry["status"] == "verified" and entry["note"].startswith("relative errors: "):
+            pairs = entry["note"].removeprefix("relative errors: ").split(", ")
+            errors[entry["name"]] = dict(pair.rsplit(" ", 1) for pair in pairs)
+    assert set(errors["hyper_connection"]) == {*bench.RESULTS, *bench.GRADIENTS}
+    assert f"| relative error of | {' | '.join(errors)} |" in readme
+    for name in errors["hyper_connection"]:
+        assert f"| {name} | {' | '.join(found[name] for found in errors.values())} |" in readme
