@@ -5,6 +5,8 @@ import re
 import pytest
 from hopper_kernels import precompile
 
+from tests.support.ptx import barriers_and_stores
+
 pytest.importorskip("triton")
 ASYNC_FENCE = "fence.proxy.async"
 
@@ -26,6 +28,15 @@ def test_barriers_are_fenced_before_tma_meets_them(ptx):
         else:
             setup = setup[: setup.index("cp.async.bulk.tensor")]
         assert ASYNC_FENCE in setup, name
+
+
+def test_nothing_is_stored_over_a_barrier(ptx):
+    """Not even one that is no longer used: the compiler gives its memory to what it passes to other warps."""
+    for name, text in ptx.items():
+        barriers, stores = barriers_and_stores(text)
+        assert barriers, name
+        assert stores or "projection_backward" not in name, name
+        assert not any(at - 8 < place < at + 8 for place in stores for at in barriers), name
 
 
 def test_stores_are_waited_for_before_the_end(ptx):
