@@ -60,6 +60,7 @@ class Bench:
 
     `wheels`: those measured; their versions are recorded, and a digest of their code. Each has its import name.
     `peers`: distributions that candidates come from, if they are installed; their versions are recorded.
+    `matmul`: dtype of the matrix product that is the ceiling of cases that count operations, bfloat16 or float8_e4m3fn.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Bench:
     cases: Callable[[torch.device, bool], list[Case]]
     wheels: tuple[str, ...] = ("hopper-kernels",)
     peers: tuple[str, ...] = ()
+    matmul: torch.dtype = torch.bfloat16
 
 
 def copy_candidate(nbytes: int) -> Candidate:

@@ -6,8 +6,8 @@
    the calls of all that allow it are captured in CUDA graphs, events included, and the result says so.
 3. Two states of the L2: "flushed" (a buffer of at least twice its size was just written) and "warm" (the same call
    just ran, untimed).
-4. Ceilings (device copy, bytes read plus written; bf16 matrix product where a case counts operations) are measured
-   in the same run, before and after the cases.
+4. Ceilings (device copy, bytes read plus written; where a case counts operations, a matrix product of the bench's
+   dtype) are measured in the same run, before and after the cases.
 """
 
 from __future__ import annotations
@@ -87,23 +87,25 @@ def run(
     if not cuda:
         progress(CPU_NOTICE)
     with machine.ClockLog(device) as clocks:
-        ceilings = [_ceilings(cases, device)]
+        ceilings = [_ceilings(cases, device, bench.matmul)]
         record["cases"] = [measure.run_case(case, device, clocks, quick, rounds) for case in cases]
-        ceilings.append(_ceilings(cases, device))
+        ceilings.append(_ceilings(cases, device, bench.matmul))
     record["clocks"] = clocks.summary()
     record["ceilings"] = {
         unit: {"before": first, "after": ceilings[1][unit], "mean": (first + ceilings[1][unit]) / 2}
         for unit, first in ceilings[0].items()
     }
+    if "tflop_per_s" in record["ceilings"]:
+        record["ceilings"]["tflop_per_s"]["product"] = str(bench.matmul).removeprefix("torch.")
     measure.add_shares(record)
     return record
 
 
-def _ceilings(cases: list[Case], device: torch.device) -> dict[str, float]:
+def _ceilings(cases: list[Case], device: torch.device, matmul: torch.dtype) -> dict[str, float]:
     if device.type != "cuda":
         return {}
     found = {"gb_per_s": machine.copy_ceiling(device)}
     if any(case.flops for case in cases):
-        found["tflop_per_s"] = machine.matmul_ceiling(device)
+        found["tflop_per_s"] = machine.matmul_ceiling(device, matmul)
     torch.cuda.empty_cache()
     return found

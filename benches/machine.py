@@ -162,7 +162,14 @@ def copy_ceiling(device: torch.device) -> float:
     return 2 * _COPY_BYTES / median_ms(device, lambda: target.copy_(source)) / 1e6
 
 
-def matmul_ceiling(device: torch.device) -> float:
-    """TFLOP/s of a bf16 product of 8192^3 random values, a short burst."""
+def matmul_ceiling(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> float:
+    """TFLOP/s of a product of 8192^3 random values, bf16 or e4m3, a short burst.
+
+    That of e4m3 has one scale for each operand and adds up as the tensor cores do, without a sum in fp32 beside them.
+    """
     a, b = (torch.randn(_MATMUL, _MATMUL, dtype=torch.bfloat16, device=device) for _ in range(2))
-    return 2 * _MATMUL**3 / median_ms(device, lambda: torch.mm(a, b)) / 1e9
+    if dtype == torch.bfloat16:
+        return 2 * _MATMUL**3 / median_ms(device, lambda: torch.mm(a, b)) / 1e9
+    a, b, one = a.to(dtype), b.to(dtype).t(), torch.ones((), device=device)
+    options = {"scale_a": one, "scale_b": one, "out_dtype": torch.bfloat16, "use_fast_accum": True}
+    return 2 * _MATMUL**3 / median_ms(device, lambda: torch._scaled_mm(a, b, **options)) / 1e9

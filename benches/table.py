@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from benches.case import COPY
+
 _STATES = ("flushed", "warm", "host")
 _UNITS = {"gb_per_s": "GB/s", "tflop_per_s": "TFLOP/s"}
 
@@ -38,16 +40,22 @@ def text(record: dict[str, Any]) -> str:
 
 
 def markdown(record: dict[str, Any], state: str = "flushed") -> str:
-    """Median times in ms of every candidate, and rate and shares of ours, one line for each case."""
+    """Median times in ms of every candidate, and rate and shares of ours, one line for each case.
+
+    The share of a copy has no column in a bench without copies.
+    """
     names = list(dict.fromkeys(entry["name"] for case in record["cases"] for entry in case["candidates"]))
-    lines = [["case", *(f"{name}, ms" for name in names), "rate", "of the ceiling", "of the copy"]]
+    shown = {"share_of_ceiling": "of the ceiling"}
+    if COPY in names:
+        shown["share_of_same_size_copy"] = "of the copy"
+    lines = [["case", *(f"{name}, ms" for name in names), "rate", *shown.values()]]
     lines.append(["---"] * len(lines[0]))
     for case in record["cases"]:
         entries = {entry["name"]: entry for entry in case["candidates"]}
         times = [f"{entries[name][state]['median_ms']:.4f}" if state in entries.get(name, ()) else "" for name in names]
         ours = next(entry[state] for entry in entries.values() if entry["ours"])
         rate = f"{ours['rate']:.0f} {_UNITS[case['rate_unit']]}"
-        shares = [_percent(ours.get(name)) for name in ("share_of_ceiling", "share_of_same_size_copy")]
+        shares = [_percent(ours.get(name)) for name in shown]
         lines.append([case["label"], *times, rate, *shares])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -92,7 +100,10 @@ def _footer(record: dict[str, Any]) -> list[str]:
     lines.append("host us: what the host spends in a call, autograd included.")
     if record["toy"]:
         return [*lines, "CPU, toy sizes, the definitions: no figures to quote."]
-    ceilings = ", ".join(f"{one['mean']:.0f} {_UNITS[unit]}" for unit, one in record["ceilings"].items())
+    ceilings = ", ".join(
+        f"{one['mean']:.0f} {_UNITS[unit]}" + (f" ({one['product']} product)" if "product" in one else "")
+        for unit, one in record["ceilings"].items()
+    )
     lines.append(f"{record['device']['name']}; ceilings measured in this run: {ceilings}")
     if record["clocks"]:
         during = record["clocks"]["during"]

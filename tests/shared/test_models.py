@@ -14,6 +14,7 @@ def test_v41_flash():
     assert flash.rope_dim * 8 == flash.head_dim
     assert flash.index_topk + flash.window == 640
     assert (flash.index_heads, flash.index_head_dim) == (32, 128)
+    assert flash.index_block_size * flash.index_topk_blocks == 16384
     assert (flash.rms_eps, flash.hc_eps) == (1e-20, 1e-6)
     # All channels that are cast to FP8 come in blocks of 128.
     for channels in (flash.hidden, flash.q_lora_rank, flash.head_dim, flash.moe_intermediate):

@@ -266,6 +266,11 @@ def test_table_and_plot_of_a_gpu_record(tmp_path):
     assert (
         " ".join(line.split("flushed")[1].split()) == "0.5000 0.4500 0.6000 2000.0 GB/s 50.0 % 80.0 % 2.00 events 250"
     )
+    record["ceilings"]["tflop_per_s"] = {"before": 1.0, "after": 1.0, "mean": 1250.0, "product": "float8_e4m3fn"}
+    assert "in this run: 4000 GB/s, 1250 TFLOP/s (float8_e4m3fn product)" in table.text(record)
+    assert table.markdown(record).endswith("| 8 x 8, RoPE | 0.5000 | 0.7500 | 0.4000 | 2000 GB/s | 50.0 % | 80.0 % |")
+    alone = {**record, "cases": [{**case, "candidates": case["candidates"][:2]} for case in record["cases"]]}
+    assert table.markdown(alone).endswith("| 8 x 8, RoPE | 0.5000 | 0.7500 | 2000 GB/s | 50.0 % |")
     plotting.draw(record, tmp_path / "toy.svg")
     drawn = (tmp_path / "toy.svg").read_text()
     assert drawn.startswith("<?xml")
@@ -308,6 +313,12 @@ class TestOnDevice:
         events, graph = (timing.percentile(times[name], 0.5) for name in ("events", "graph"))
         assert events == pytest.approx(graph, rel=0.2)
         assert 0.01 < graph < 1.0
+
+    def test_products_of_fewer_bits_are_faster(self):
+        device = torch.device("cuda", torch.cuda.current_device())
+        bf16, fp8 = (machine.matmul_ceiling(device, dtype) for dtype in (torch.bfloat16, torch.float8_e4m3fn))
+        assert 300 < bf16 < 1000
+        assert 1.3 * bf16 < fp8 < 2000
 
     @pytest.mark.parametrize("nbytes", [4096, 12288, 66 << 20])
     def test_copy_kernel(self, nbytes):

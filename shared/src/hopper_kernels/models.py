@@ -35,6 +35,10 @@ class ModelDimensions(ModelWidth):
     index_head_dim: int
     index_topk: int
     """Compressed entries that the indexer picks for a query."""
+    index_block_size: int
+    """Compressed entries of a candidate block."""
+    index_topk_blocks: int
+    """Candidate blocks that the indexer keeps for a query."""
     window: int
     """Tokens of the sliding window, which attention reads besides the picked entries."""
     moe_intermediate: int
@@ -56,6 +60,8 @@ V41_FLASH = ModelDimensions(
     index_heads=32,
     index_head_dim=128,
     index_topk=512,
+    index_block_size=8,
+    index_topk_blocks=2048,
     window=128,
     moe_intermediate=2304,
 )
