@@ -47,7 +47,8 @@ def regressions(old: list[Report], new: list[Report]) -> list[str]:
     found = [f"{name}: in the table, but no longer compiled" for name in old.keys() - new.keys()]
     for name, report in new.items():
         before = old.get(name)
-        faults = [f"{report.stack_bytes} bytes of stack"] * (report.stack_bytes > 0)
+        spills = any(report.instructions.get(opcode) for opcode in precompile.LOCAL_MEMORY)
+        faults = [f"{report.stack_bytes} bytes of stack in use"] * spills
         faults += [f"no {opcode}, which it expects" for opcode, count in report.instructions.items() if not count]
         if before is None:
             faults.append("not in the table")
@@ -107,7 +108,8 @@ GOOD = Report("k", "v", 168, 0, 164896, 8, {"QGMMA": 16, "F2FP": 4, "STS": 3, "Q
     ("change", "message"),
     [
         ({"registers": 169}, "more registers"),
-        ({"stack_bytes": 8}, "8 bytes of stack"),
+        ({"stack_bytes": 8, "instructions": {**GOOD.instructions, "STL": 2}}, "8 bytes of stack in use"),
+        ({"stack_bytes": 8, "instructions": {**GOOD.instructions, "LDL": 1}}, "8 bytes of stack in use"),
         ({"shared_bytes": 164897}, "more shared memory"),
         ({"instructions": {"QGMMA": 16}}, "no F2FP any more"),
         ({"instructions": {**GOOD.instructions, "UTMALDG": 0}}, "no UTMALDG, which it expects"),
@@ -123,7 +125,9 @@ def test_what_counts_as_worse(change, message):
 
 
 def test_what_does_not_count_as_worse():
-    better = dataclasses.replace(GOOD, registers=100, shared_bytes=0, warps=4, instructions={"QGMMA": 1, "F2FP": 9})
+    better = dataclasses.replace(
+        GOOD, registers=100, stack_bytes=8, shared_bytes=0, warps=4, instructions={"QGMMA": 1, "F2FP": 9}
+    )
     assert regressions([GOOD], [better]) == []
     assert regressions([GOOD], []) == ["v: in the table, but no longer compiled"]
 

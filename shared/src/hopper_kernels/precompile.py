@@ -27,9 +27,10 @@ ARCH = "sm_90a"
 MATRIX = ("HGMMA", "QGMMA", "IGMMA", "HMMA")
 BULK_COPIES = ("UTMALDG", "UTMASTG", "UBLKCP", "LDGSTS")
 SHARED_MEMORY = ("STSM", "LDSM", "STS", "LDS", "SYNCS", "BAR")
-GLOBAL_MEMORY = ("LDG", "STG", "ATOM", "RED", "LDL", "STL")
+GLOBAL_MEMORY = ("LDG", "STG", "ATOM", "RED")
+LOCAL_MEMORY = ("LDL", "STL")
 ARITHMETIC = ("F2FP", "MUFU", "HMNMX2", "FFMA", "FADD", "FMUL", "SHFL")
-WATCHED = (*MATRIX, *BULK_COPIES, *SHARED_MEMORY, *GLOBAL_MEMORY, *ARITHMETIC, "USETMAXREG")
+WATCHED = (*MATRIX, *BULK_COPIES, *SHARED_MEMORY, *GLOBAL_MEMORY, *LOCAL_MEMORY, *ARITHMETIC, "USETMAXREG")
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Variant:
 class Report:
     """What a variant became.
 
-    registers, stack_bytes: of a thread, from the cubin; a stack means spilled registers.
+    registers, stack_bytes: of a thread, from the cubin; a stack in use (LDL, STL) means spilled registers.
     shared_bytes: of a block, asked for at launch and static together.
     instructions: how often each watched opcode occurs, if at all; warpgroup matrix instructions also by full name;
         opcodes that the variant expects are there even with 0.
