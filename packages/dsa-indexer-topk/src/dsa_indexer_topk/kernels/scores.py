@@ -205,9 +205,9 @@ def score_kernel(
 ):
     """out (count, pitch): of each query, the scores of the entries that it reads, or the best of each GROUP of them.
 
-    queries (count * H, D) and keys (entries, D) e4m3 are TMA descriptors; weights (count, H) and scales (entries,)
-    fp32. The entries of a query are counted from its first one, `longest` at most. Entries whose score is NaN are left
-    out of the best; a group has NaN if nothing else is in it.
+    queries (count * H, D) and keys, of which a row has GROUP entries, e4m3, are TMA descriptors; weights (count, H) and
+    scales (entries,), halved, fp32. The entries of a query are counted from its first one, `longest` at most. Entries
+    whose score is NaN are left out of the best; a group has NaN if nothing else is in it.
 
     A program has 256 / H queries, two warpgroups' COLUMNS, and of each document that they read `length` entries, the
     program_id(1)-th so many. The tiles' rows are entries, and their columns queries and heads.
