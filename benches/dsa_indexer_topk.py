@@ -189,12 +189,12 @@ def right(a: Arguments, outputs: tuple[Tensor, Tensor], *, ascending: bool = Fal
     stop = a.ke.long()
     _well_formed("picks", picks, torch.int64, stop, _listed(a).clamp_max(a.topk), a.topk, ascending)
     rows = torch.linspace(0, len(a.q) - 1, SAMPLE, device=a.q.device).round().long().unique()
-    sample = a._replace(q=a.q[rows], w=a.w[rows], ke=a.ke[rows], ks=a.ks[rows])
+    sample = a.rows(rows)
     scores, slack = reference.scores(sample.q, a.k, sample.w), ROUNDING * magnitudes(sample)
     readable = torch.arange(len(a.k), device=a.k.device) < stop[rows, None]
     allowed = readable
-    if a.candidates is not None:
-        listed = _mask(a.candidates[rows], len(a.k) // a.block_size)
+    if sample.candidates is not None:
+        listed = _mask(sample.candidates, len(a.k) // a.block_size)
         allowed = readable & listed.repeat_interleave(a.block_size, dim=1)
     shares = {"picks": _best("picks", picks[rows], scores, slack, allowed)}
     if a.emit_candidates:

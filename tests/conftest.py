@@ -1,4 +1,4 @@
-"""Fixtures and rules of all tests: GPU selection, seeds, poisoned and guarded memory, a watchdog.
+"""Fixtures and rules of all tests: GPU selection, seeds, poisoned and guarded memory, pretended cards, a watchdog.
 
 Options: `--seed N` repeats a test with the seed that it printed. Markers: `gpu` (skipped without an SM90 device),
 `slow`.
@@ -83,6 +83,28 @@ def guarded() -> Iterator[Callable[..., memory.Guarded]]:
     yield make
     for buffer in made:
         buffer.check()
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list:
+    """The launches of kernels, in order; they do nothing."""
+    from hopper_kernels.launcher import Launch
+
+    seen = []
+    monkeypatch.setattr(Launch, "run", lambda one: seen.append(one))
+    return seen
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """machine("SM80 (NVIDIA A100)"): the card that CUDA tensors are on. That of tests/shared shows more of a card."""
+    from hopper_kernels import arch
+
+    def show(card: str) -> None:
+        monkeypatch.setattr(arch, "is_sm90", lambda device=None: card.startswith("SM90"))
+        monkeypatch.setattr(arch, "describe", lambda device=None: card)
+
+    return show
 
 
 @pytest.hookimpl(wrapper=True)

@@ -31,6 +31,11 @@ class Arguments(NamedTuple):
     block_size: int
     topk_blocks: int
 
+    def rows(self, rows: slice | Tensor) -> Arguments:
+        """The same call for some of the rows."""
+        candidates = None if self.candidates is None else self.candidates[rows]
+        return self._replace(q=self.q[rows], w=self.w[rows], ks=self.ks[rows], ke=self.ke[rows], candidates=candidates)
+
 
 class Operands(NamedTuple):
     """queries (rows, H, D) and keys (S_k, D) e4m3; weights (rows, H) times the queries' scales, scales (S_k,) fp32.

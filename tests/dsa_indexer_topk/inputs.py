@@ -1,32 +1,11 @@
 """Inputs of the tests: packed documents as a trainer has them, scores made by hand, and operands under all strides."""
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
+from benches.peers.index_topk import Arguments
+
 MODES = ("plain", "source", "consumer", "both")
-
-
-class Arguments(NamedTuple):
-    """Arguments of `dsv41_index_topk` in its order."""
-
-    q: Tensor
-    k: Tensor
-    w: Tensor
-    ks: Tensor
-    ke: Tensor
-    topk: int
-    candidates: Tensor | None
-    emit_candidates: bool
-    max_entries_per_doc: int
-    block_size: int
-    topk_blocks: int
-
-    def rows(self, rows: slice | Tensor) -> "Arguments":
-        """The same call for some of the rows."""
-        candidates = None if self.candidates is None else self.candidates[rows]
-        return self._replace(q=self.q[rows], w=self.w[rows], ks=self.ks[rows], ke=self.ke[rows], candidates=candidates)
 
 
 def bounds(documents: tuple[int, ...], ratio: int = 1) -> tuple[Tensor, Tensor]:

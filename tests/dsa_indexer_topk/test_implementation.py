@@ -7,7 +7,7 @@ import inspect
 import pytest
 import torch
 from dsa_indexer_topk import launch, ops, reference
-from hopper_kernels import KernelUnavailable, arch, registry
+from hopper_kernels import KernelUnavailable, registry
 from hopper_kernels import reference as use_definition
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -34,17 +34,6 @@ def ran(monkeypatch):
     for module, place in ((launch, "kernel"), (reference, "definition")):
         monkeypatch.setattr(module, "index_topk", lambda *args, p=place: seen.append((p, args)) or (None, None))
     return seen
-
-
-@pytest.fixture
-def machine(monkeypatch):
-    """machine(HOPPER): the card that CUDA tensors are on."""
-
-    def show(card):
-        monkeypatch.setattr(arch, "is_sm90", lambda device=None: card == HOPPER)
-        monkeypatch.setattr(arch, "describe", lambda device=None: card)
-
-    return show
 
 
 def test_sm90_launches(machine, ran):

@@ -32,14 +32,6 @@ LONG_CALLS = {
 }
 
 
-@pytest.fixture
-def launches(monkeypatch):
-    """The launches, in order; they do nothing."""
-    seen = []
-    monkeypatch.setattr(Launch, "run", lambda one: seen.append(one))
-    return seen
-
-
 def name(one):
     """With the kind of a selection, and the entries that count as one."""
     options, kernel = one.options, one.kernel.__name__.removesuffix("_kernel")

@@ -6,7 +6,7 @@ import importlib.metadata
 import pytest
 import torch
 from fp8_dual_cast import launch, ops
-from hopper_kernels import KernelUnavailable, arch, registry
+from hopper_kernels import KernelUnavailable, registry
 from hopper_kernels import reference as use_definition
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -28,17 +28,6 @@ def launched(monkeypatch):
     for name in ("dual_cast", "row_cast", "column_cast"):
         monkeypatch.setattr(launch, name, lambda *args, name=name: seen.append((name, args)))
     return seen
-
-
-@pytest.fixture
-def machine(monkeypatch):
-    """machine("SM80 (NVIDIA A100)"): the card that CUDA tensors are on."""
-
-    def show(card):
-        monkeypatch.setattr(arch, "is_sm90", lambda device=None: card.startswith("SM90"))
-        monkeypatch.setattr(arch, "describe", lambda device=None: card)
-
-    return show
 
 
 def cuda_matrix(dtype=torch.bfloat16):

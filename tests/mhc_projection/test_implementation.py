@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from hopper_kernels import KernelUnavailable, arch, dispatch, registry
+from hopper_kernels import KernelUnavailable, dispatch, registry
 from hopper_kernels import reference as use_definition
 from mhc_projection import hyper_connection, hyper_connection_streams, launch, operators, reference
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -86,17 +86,6 @@ def ran(monkeypatch):
                 module, name, lambda *args, p=place, n=name: seen.append((p, n, args)) or (None,) * RESULTS[n]
             )
     return seen
-
-
-@pytest.fixture
-def machine(monkeypatch):
-    """machine(HOPPER): the card that CUDA tensors are on."""
-
-    def show(card):
-        monkeypatch.setattr(arch, "is_sm90", lambda device=None: card == HOPPER)
-        monkeypatch.setattr(arch, "describe", lambda device=None: card)
-
-    return show
 
 
 @each_call

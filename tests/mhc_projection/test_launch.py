@@ -18,14 +18,6 @@ BF16 = torch.bfloat16
 CHUNK = plan.CHUNKS[0]  # that of few tokens
 
 
-@pytest.fixture
-def launches(monkeypatch):
-    """The launches, in order; they do nothing."""
-    seen = []
-    monkeypatch.setattr(Launch, "run", lambda one: seen.append(one))
-    return seen
-
-
 def names(launches):
     return [one.kernel.__name__.removesuffix("_kernel") for one in launches]
 

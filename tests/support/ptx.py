@@ -6,8 +6,7 @@ import re
 def barriers_and_stores(text: str) -> tuple[set[int], set[int]]:
     """Offsets in shared memory of the mbarriers, and of the plain stores whose offset does not depend on the thread.
 
-    A barrier's memory may not be stored to, before `mbarrier.inval` says that it is none: in between, the hardware's
-    own writes go on.
+    PTX allows no store to a barrier's memory before `mbarrier.inval`.
     """
     offsets = {"global_smem": 0}
     for register in re.findall(r"mov\.b(?:32|64)\s+(%\w+), global_smem;", text):

@@ -54,6 +54,7 @@ def regressions(old: list[Report], new: list[Report]) -> list[str]:
             faults.append("not in the table")
         else:
             faults += ["more registers"] * (report.registers > before.registers)
+            faults += ["more stack"] * (report.stack_bytes > before.stack_bytes)
             faults += ["more shared memory"] * (report.shared_bytes > before.shared_bytes)
             lost = [op for op in MUST_STAY if before.instructions.get(op) and not report.instructions.get(op)]
             faults += [f"no {op} any more" for op in lost]
@@ -108,6 +109,7 @@ GOOD = Report("k", "v", 168, 0, 164896, 8, {"QGMMA": 16, "F2FP": 4, "STS": 3, "Q
     ("change", "message"),
     [
         ({"registers": 169}, "more registers"),
+        ({"stack_bytes": 8}, "more stack"),
         ({"stack_bytes": 8, "instructions": {**GOOD.instructions, "STL": 2}}, "8 bytes of stack in use"),
         ({"stack_bytes": 8, "instructions": {**GOOD.instructions, "LDL": 1}}, "8 bytes of stack in use"),
         ({"shared_bytes": 164897}, "more shared memory"),
@@ -125,10 +127,10 @@ def test_what_counts_as_worse(change, message):
 
 
 def test_what_does_not_count_as_worse():
-    better = dataclasses.replace(
-        GOOD, registers=100, stack_bytes=8, shared_bytes=0, warps=4, instructions={"QGMMA": 1, "F2FP": 9}
-    )
+    better = dataclasses.replace(GOOD, registers=100, shared_bytes=0, warps=4, instructions={"QGMMA": 1, "F2FP": 9})
     assert regressions([GOOD], [better]) == []
+    unused = dataclasses.replace(GOOD, stack_bytes=8)
+    assert regressions([unused], [unused]) == []
     assert regressions([GOOD], []) == ["v: in the table, but no longer compiled"]
 
 
