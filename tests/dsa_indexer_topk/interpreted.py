@@ -132,10 +132,42 @@ def check_groups_and_blocks() -> None:
             if kind == "BLOCKS":
                 newest = (torch.tensor(lengths) - 1).clamp_min(0)[:, None] // size
                 wanted = wanted.scatter(1, newest, reference.PINNED)
-            chosen = guarded((ROWS, topk), torch.int32)
-            plan.select(rows, padded(values), None, few(topk), chosen.tensor, kind, size, per).run()
+            chosen, bounds = guarded((ROWS, topk), torch.int32), guarded((ROWS,), torch.float32)
+            arguments = rows, padded(values), None, few(topk), chosen.tensor, kind, size, per
+            plan.select(*arguments, bounds=bounds.tensor).run()
             assert_same_bytes(chosen.tensor, reference.largest(wanted, topk).int())
             chosen.check()
+            bounds.check()
+            readable = values if per > 1 else values.masked_fill(torch.arange(items) >= count, NAN)
+            if kind == "GROUPS":
+                check_bounds(bounds.tensor, readable, topk)
+            if kind == "BLOCKS" and per == 1 and topk > 1:
+                check_blocks_with_groups(arguments, readable, chosen.tensor)
+
+
+def check_blocks_with_groups(arguments: tuple, values: Tensor, blocks: Tensor) -> None:
+    """As blocks and groups apart."""
+    topk = blocks.shape[1]
+    for count in {1, topk // 2, topk - 1}:
+        again, groups = guarded(blocks.shape, torch.int32), guarded((ROWS, count), torch.int32)
+        bounds = guarded((ROWS,), torch.float32)
+        plan.select(*arguments[:4], again.tensor, *arguments[5:], bounds=bounds.tensor, groups=groups.tensor).run()
+        assert_same_bytes(again.tensor, blocks)
+        assert_same_bytes(groups.tensor, reference.largest(ranks(values), count).int())
+        check_bounds(bounds.tensor, values, count)
+        again.check(), groups.check(), bounds.check()
+
+
+def check_bounds(bounds: Tensor, values: Tensor, topk: int) -> None:
+    """topk scores of each row reach its bound, and none that does not would be among the topk best."""
+    for bound, row in zip(bounds, values, strict=True):
+        row = row[~row.isnan()]
+        if len(row) < topk:
+            assert bound == -INF
+        else:
+            worst = row.sort(descending=True).values[topk - 1]
+            assert bound <= worst
+            assert not ((row < worst) & (row >= bound)).any()
 
 
 def check_bounds_outside_of_the_keys() -> None:
@@ -153,19 +185,30 @@ def check_bounds_outside_of_the_keys() -> None:
     picks.check()
 
 
+def kth_best(values: Tensor, topk: int) -> Tensor:
+    """Of each row; of every other row, and where there are fewer, -inf."""
+    if values.shape[1] < topk:
+        return torch.full((ROWS,), -INF)
+    best = values.masked_fill(values.isnan(), -INF).sort(1, descending=True).values[:, topk - 1].clone()
+    best[::2] = -INF
+    return best
+
+
 def check_candidates() -> None:
     for blocks, size, topk in ((2, 1, 5), (25, 8, 7), (300, 8, 40), (200, 16, 1500)):
         generator = torch.Generator().manual_seed(blocks)
         listed = torch.stack([torch.randperm(blocks + 5, generator=generator)[:blocks] for _ in range(ROWS)]).int()
         rows = rows_like([3, 0, 10, 0, 5, 0, 0, 0], [blocks * size] * ROWS, 10**6, blocks * size)
         values = difficult(blocks * size)
-        for kind, candidates in (("UNSORTED", listed), ("CANDIDATES", listed.sort(1).values)):
+        ordered = listed.sort(1).values
+        for kind, candidates in (("UNSORTED", listed), ("UNSORTED", ordered), ("CANDIDATES", ordered)):
             if topk > 1000 and kind == "UNSORTED":
                 continue  # the interpreter takes a minute to sort as many
-            unique = torch.ones(1, dtype=torch.int32)
+            unique, bounds = torch.ones(1, dtype=torch.int32), kth_best(values, topk)
             entry = (candidates[:, :, None] * size + torch.arange(size, dtype=torch.int32)).flatten(1).long()
             picks = guarded((ROWS, topk), torch.int64)
-            plan.select(rows, padded(values), candidates, few(topk), picks.tensor, kind, size, unique=unique).run()
+            arguments = rows, padded(values), candidates, few(topk), picks.tensor, kind, size
+            plan.select(*arguments, bounds=bounds, unique=unique).run()
             spread = torch.full((ROWS, (blocks + 5) * size), reference.UNREADABLE, dtype=torch.int32)
             wanted = reference.largest(spread.scatter(1, entry, ranks(values)), topk)
             wanted = torch.where(wanted < 0, -1, wanted + rows.ks[:, None])

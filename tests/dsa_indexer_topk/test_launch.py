@@ -71,6 +71,18 @@ def test_long_documents(mode, launches):
     assert names(launches) == QUANTIZE + LONG_CALLS[mode]
 
 
+def test_one_launch_selects_blocks_and_groups(launches):
+    """Where more blocks are wanted than picks: the best groups are among the blocks that it looks at."""
+    for topk, blocks, both in ((5, 6, True), (5, 5, False)):
+        launches.clear()
+        launch.index_topk(*few_queries(LONG, "source")._replace(topk=topk, topk_blocks=blocks))
+        groups = [] if both else ["GROUPS 4"]
+        assert names(launches) == [*QUANTIZE, "score 4", "BLOCKS 4", *groups, "candidate 4", "CANDIDATES 4"]
+        written, read = (next(one for one in launches if name(one) == kind) for kind in ("BLOCKS 4", "CANDIDATES 4"))
+        assert both == (written.args[7] is read.args[7])
+        assert both == (written.args[8] is read.args[3])
+
+
 def test_long_documents_with_blocks_of_one_entry(launches):
     launch.index_topk(*few_queries(LONG, "source", block_size=1))
     assert names(launches) == [*QUANTIZE, "score 1", "BLOCKS 1", "ENTRIES 1"]
@@ -177,7 +189,7 @@ def test_workspace(mode, entries, launches):
 def test_workspace_of_the_published_shape():
     """The last of eight ranks of 131,072 tokens: what stands in the README."""
     sizes = (131_072, None, 512, True, 8, 2048)
-    assert plan.row_bytes(*sizes) == 4 * (16384 + 512 + 4096) + 8 * 4096
+    assert plan.row_bytes(*sizes) == 4 * (16384 + 513 + 4096) + 8 * 4096
     assert plan.rows_at_a_time(*sizes) == 2240
     assert plan.row_bytes(131_072, 16384, 512, False, 8, 2048) == 4 * 16384 + 8 * 1024
 

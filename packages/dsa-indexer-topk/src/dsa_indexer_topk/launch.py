@@ -92,8 +92,13 @@ def _select(
     if kept > 0 or (topk > 0 and candidates is None):
         scores = _fp32(picks, count, plan.pitch(-(-rows.longest // group)))
         plan.score(rows, scores, group).run()
+    groups = bounds = None
+    if topk > 0 and candidates is None and group > 1:
+        groups, bounds = torch.empty(count, topk, dtype=torch.int32, device=picks.device), _fp32(picks, count)
+    both = groups is not None and kept > topk  # one launch selects blocks and groups, which are the same
     if kept > 0:
-        plan.select(rows, scores, None, few, blocks, "BLOCKS", block_size, block_size // group).run()
+        found = {"bounds": bounds, "groups": groups} if both else {}
+        plan.select(rows, scores, None, few, blocks, "BLOCKS", block_size, block_size // group, **found).run()
     if topk == 0:
         return
     if candidates is not None and candidates.shape[1] == 0:
@@ -105,11 +110,11 @@ def _select(
     elif group == 1:
         plan.select(rows, scores, None, few, picks, "ENTRIES", 1).run()
     else:
-        groups = torch.empty(count, topk, dtype=torch.int32, device=picks.device)
-        plan.select(rows, scores, None, few, groups, "GROUPS", group).run()
+        if not both:
+            plan.select(rows, scores, None, few, groups, "GROUPS", group, bounds=bounds).run()
         scores = _fp32(picks, count, plan.pitch(topk * group))
         plan.score_candidates(rows, groups, scores, group).run()
-        plan.select(rows, scores, groups, few, picks, "CANDIDATES", group).run()
+        plan.select(rows, scores, groups, few, picks, "CANDIDATES", group, bounds=bounds).run()
 
 
 def _fp32(like: Tensor, *shape: int) -> Tensor:

@@ -21,7 +21,7 @@ WORKSPACE = 2**28  # bytes, about: as many rows at a time as fit
 
 QUANTIZE_ROWS = 32
 SCORE_STAGES = 8  # of two tiles
-CANDIDATE = {"STAGES": 3, "num_warps": 4, "maxnreg": 80}  # three programs an SM
+CANDIDATE = {"STAGES": 2, "num_warps": 4, "maxnreg": 64}  # four programs an SM
 
 
 class Rows(NamedTuple):
@@ -61,8 +61,9 @@ def row_bytes(longest: int, listed: int | None, topk: int, emit: bool, block_siz
     """Workspace of a row. listed: entries in its candidate blocks, None without candidates."""
     group = group_size(longest, block_size if emit else None)
     whole = -(-longest // group) if emit or listed is None else 0
-    groups = topk if group > 1 and listed is None else 0
-    rescored = groups * group if listed is None else listed
+    again = group > 1 and listed is None
+    groups = topk + 1 if again else 0  # and a bound
+    rescored = topk * group if again else listed or 0
     return 4 * (pitch(whole) + groups + pitch(rescored)) + 8 * few_keys(topk, topk_blocks if emit else 0)
 
 
@@ -145,12 +146,15 @@ def select(
     kind: str,
     size: int,
     per: int = 1,
+    bounds: Tensor | None = None,
+    groups: Tensor | None = None,
     unique: Tensor | None = None,
 ) -> Launch:
     """The best items of each row of scores; kind: the name of a constant in `kernels.selection`.
 
-    The rows of scores are a multiple of 4 long. few: int64, at least `few_keys` of out's width a row. unique: int32,
-    for UNSORTED alone.
+    The rows of scores are a multiple of 4 long. few: int64, at least `few_keys` of out's width a row. bounds (rows,)
+    fp32: for GROUPS, and as it left them for CANDIDATES. groups: for BLOCKS, to have the best groups too, fewer than
+    blocks. unique: int32, for UNSORTED alone.
     """
     from dsa_indexer_topk.kernels import selection
 
@@ -166,6 +170,9 @@ def select(
         few.view(torch.int32),
         out,
         rows.ks if unique is None else unique,
+        scores if bounds is None else bounds,
+        out if groups is None else groups,
+        0 if groups is None else groups.shape[1],
         scores.shape[1],
         rows.keys.shape[0],
         rows.longest,
@@ -179,6 +186,7 @@ def select(
         "W": width,
         "FEW": few_keys(topk),
         "TOPK": min(2048, _power_of_two(topk)),
+        "WITH_GROUPS": groups is not None,
         "num_warps": 8 if per > 1 or width > 2048 else 4,
     }
     return Launch(selection.selection_kernel, (count,), args, options)
@@ -220,17 +228,23 @@ def variants() -> "list[Variant]":
     number = functools.partial(meta, dtype=torch.int32)
     rows = Rows(queries, keys, meta(count, heads), meta(entries), number(count), number(count), entries)
     scores, picks = meta(count, entries), meta(count, topk, dtype=torch.int64)
-    few, unique = meta(count, few_keys(topk, kept), dtype=torch.int64), number(1)
+    few, unique, bounds = meta(count, few_keys(topk, kept), dtype=torch.int64), number(1), meta(count)
     candidates, blocks, groups = number(count, kept), number(count, kept), number(count, topk)
     bf16 = functools.partial(meta, dtype=torch.bfloat16)
     tensor_cores = ("QGMMA", "UTMALDG")
     found = [
         Variant("quantize[weighted=0]", quantize(bf16(entries, d), None, keys, rows.scales).compile),
-        Variant("select[groups]", select(rows, scores, None, few, groups, "GROUPS", GROUP).compile),
+        Variant("select[groups]", select(rows, scores, None, few, groups, "GROUPS", GROUP, bounds=bounds).compile),
         Variant("select[entries]", select(rows, scores, None, few, picks, "ENTRIES", 1).compile),
         Variant("select[blocks]", select(rows, scores, None, few, blocks, "BLOCKS", size).compile),
+        Variant(
+            "select[blocks and groups]",
+            select(rows, scores, None, few, blocks, "BLOCKS", size, bounds=bounds, groups=groups).compile,
+        ),
         Variant("select[blocks of entries]", select(rows, scores, None, few, blocks, "BLOCKS", size, size).compile),
-        Variant("select[candidates]", select(rows, scores, groups, few, picks, "CANDIDATES", GROUP).compile),
+        Variant(
+            "select[candidates]", select(rows, scores, groups, few, picks, "CANDIDATES", GROUP, bounds=bounds).compile
+        ),
         Variant(
             "select[unsorted]", select(rows, scores, candidates, few, picks, "UNSORTED", size, unique=unique).compile
         ),

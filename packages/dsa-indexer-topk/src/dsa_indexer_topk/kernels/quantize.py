@@ -2,6 +2,9 @@
 
 import triton
 import triton.language as tl
+from hopper_kernels.fp8_device import block_scale, quantize, reciprocal
+
+AMAX_FLOOR = tl.constexpr(1e-10)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -15,13 +18,10 @@ def quantize_kernel(x, w, out, scale, rows, WEIGHTED: tl.constexpr, D: tl.conste
     c = tl.arange(0, D)
     inside = (r < rows)[:, None]
     v = tl.load(x + r[:, None] * D + c[None, :], mask=inside, other=0.0).to(tl.float32)
-    amax = tl.maximum(tl.max(tl.where(v == v, tl.abs(v), 0.0), axis=1), 1e-10)
-    bits = tl.div_rn(amax, 448.0).to(tl.int32, bitcast=True)
-    s = ((bits + 0x7FFFFF) & -0x800000).to(tl.float32, bitcast=True)  # the power of two at or above
-    y = tl.div_rn(v, tl.broadcast_to(s[:, None], v.shape))
-    nan: tl.constexpr = tl.PropagateNan.ALL
-    y = tl.minimum(tl.maximum(y, -448.0, propagate_nan=nan), 448.0, propagate_nan=nan)
-    tl.store(out + r[:, None] * D + c[None, :], y.to(tl.float8e4nv), mask=inside)
+    amax = tl.max(tl.where(v == v, tl.abs(v), 0.0), axis=1)
+    s = block_scale(amax, AMAX_FLOOR, True)
+    y = quantize(v, s[:, None], reciprocal(s)[:, None])
+    tl.store(out + r[:, None] * D + c[None, :], y, mask=inside)
     if WEIGHTED:
         s = s * tl.load(w + r, mask=r < rows, other=0.0).to(tl.float32)
     else:

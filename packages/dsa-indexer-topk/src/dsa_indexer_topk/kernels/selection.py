@@ -12,7 +12,7 @@ import triton.language as tl
 ENTRIES = tl.constexpr(0)
 GROUPS = tl.constexpr(1)  # of entries: the best are rescored
 BLOCKS = tl.constexpr(2)  # of entries: the newest is always chosen
-CANDIDATES = tl.constexpr(3)  # entries of candidate blocks in ascending order
+CANDIDATES = tl.constexpr(3)  # entries of the best groups, in ascending order
 UNSORTED = tl.constexpr(4)  # entries of candidate blocks in any order
 
 
@@ -66,7 +66,7 @@ def _number(item, mask, candidates, KIND: tl.constexpr, SIZE: tl.constexpr):
 def _bisect(scores, k, most):
     """A bound that k to `most` of the scores reach, or else the largest that more reach.
 
-    And how many to choose of those that equal it, if k are chosen. At least k scores are not NaN, and k is at least 1.
+    And how many of those that equal it are chosen, if k are in all. k: 1 to the number of scores that are not NaN.
     """
     low = _key(tl.min(scores))
     high = _key(tl.max(scores)) + 1
@@ -107,7 +107,7 @@ def _store(out, place, k, number, chosen, start, KIND: tl.constexpr):
 
 @triton.jit
 def _choose(scores, item, k, start, candidates, out, KIND: tl.constexpr, SIZE: tl.constexpr):
-    """Store the k best of these items, in their order."""
+    """Store the k best of these items, in their order. Returns a bound that k scores reach."""
     bound, need = _bisect(scores, k, k)
     chosen = scores >= bound
     number = _number(item, chosen, candidates, KIND, SIZE)
@@ -118,6 +118,7 @@ def _choose(scores, item, k, start, candidates, out, KIND: tl.constexpr, SIZE: t
         else:
             chosen = (scores > bound) | (tied & (tl.cumsum(tied.to(tl.int32)) <= need))
     _store(out, tl.cumsum(chosen.to(tl.int32)) - 1, k, number, chosen, start, KIND)
+    return bound
 
 
 @triton.jit
@@ -192,16 +193,31 @@ def _choose_from_row(
     ties = tl.full([], 0, tl.int32)
     placed = tl.full([], 0, tl.int32)
     for first in range(0, items, W):
-        score = _read(row, first, W, PER, False)
-        tied = score == bound
-        number = _number(first + tl.arange(0, W), score >= bound, candidates, KIND, SIZE)
-        if KIND == UNSORTED:
-            chosen = (score > bound) | (tied & (number <= last))
-        else:
-            chosen = (score > bound) | (tied & (ties + tl.cumsum(tied.to(tl.int32)) <= need))
-        _store(out, placed + tl.cumsum(chosen.to(tl.int32)) - 1, k, number, chosen, start, KIND)
-        ties += _count(tied)
-        placed += _count(chosen)
+        if placed < k:
+            score = _read(row, first, W, PER, False)
+            tied = score == bound
+            number = _number(first + tl.arange(0, W), score >= bound, candidates, KIND, SIZE)
+            chosen = score > bound
+            if KIND == UNSORTED:
+                chosen |= tied & (number <= last)
+            elif ties < need:
+                chosen |= tied & (ties + tl.cumsum(tied.to(tl.int32)) <= need)
+                ties += _count(tied)
+            _store(out, placed + tl.cumsum(chosen.to(tl.int32)) - 1, k, number, chosen, start, KIND)
+            placed += _count(chosen)
+    return bound
+
+
+@triton.jit
+def _ascending(candidates, count, W: tl.constexpr):
+    """Whether the blocks of a row are in ascending order, each once, with -1 at the end alone."""
+    wrong = tl.zeros([W], tl.int32)
+    for first in range(0, count, W):
+        i = first + tl.arange(0, W)
+        block = tl.load(candidates + i, mask=i < count, other=-1)
+        after = tl.load(candidates + i + 1, mask=i + 1 < count, other=-1)
+        wrong |= ((after >= 0) & (block >= after) | (block < 0) & (after >= 0)).to(tl.int32)
+    return tl.max(wrong) == 0
 
 
 @triton.jit
@@ -258,7 +274,29 @@ def _collect(row, bound, few, limit, W: tl.constexpr, PER: tl.constexpr, FEW: tl
     return reached
 
 
-@triton.jit(do_not_specialize=["pitch", "entries", "longest", "count", "topk"])
+@triton.jit
+def _sort(out, k, unique, TOPK: tl.constexpr):
+    """The k picks of a row; unique gets 0 if two are equal."""
+    tl.debug_barrier()
+    i = tl.arange(0, TOPK)
+    picks = tl.sort(tl.load(out + i, mask=i < k, other=2**62))
+    tl.debug_barrier()
+    tl.store(out + i, picks, mask=i < k)
+    tl.debug_barrier()
+    after = tl.load(out + i + 1, mask=i + 1 < k, other=-1)
+    zero = tl.zeros([TOPK], tl.int32)
+    tl.store(unique + zero, zero, mask=after == picks)
+
+
+@triton.jit
+def _fill(out, first, end, W: tl.constexpr):
+    """-1 from `first` on."""
+    for begin in range(first, end, W):
+        i = begin + tl.arange(0, W)
+        tl.store(out + i, tl.full([W], -1, out.dtype.element_ty), mask=i < end)
+
+
+@triton.jit(do_not_specialize=["group_count", "pitch", "entries", "longest", "count", "topk"])
 def selection_kernel(
     scores,
     ks,
@@ -267,6 +305,9 @@ def selection_kernel(
     few,
     out,
     unique,
+    bounds,
+    groups,
+    group_count,
     pitch,
     entries,
     longest,
@@ -278,6 +319,7 @@ def selection_kernel(
     W: tl.constexpr,
     FEW: tl.constexpr,
     TOPK: tl.constexpr,
+    WITH_GROUPS: tl.constexpr,
 ):
     """out (rows, topk): the best items of each row of scores (rows, pitch), ascending, then -1. topk is at least 1.
 
@@ -286,6 +328,10 @@ def selection_kernel(
     entry, group or block is better. pitch: a multiple of 4. few: workspace (rows, 2 FEW). TOPK: a power of two, in
     UNSORTED at least topk. There, unique gets 0 if an item would be in a row twice, because its block is; unless so,
     `out` is right.
+
+    bounds (rows,): of GROUPS, gets a bound that topk groups reach, so that topk of their entries do; -inf if there are
+    fewer. Of CANDIDATES, it is read: no other entry can be chosen. WITH_GROUPS: of BLOCKS, where PER is 1, also writes
+    groups (rows, group_count) and their bounds as GROUPS does; group_count is less than topk.
     """
     program = tl.program_id(0).to(tl.int64)
     start = tl.minimum(tl.maximum(tl.load(ks + program), 0), entries)
@@ -308,24 +354,45 @@ def selection_kernel(
     bound = tl.full([], -float("inf"), tl.float32)
     top = tl.full([], float("inf"), tl.float32)
     reached = tl.full([], 0, tl.int32)
+    if KIND == CANDIDATES:
+        bound = tl.load(bounds + program)
     if wanted > 0:
-        if items > FEW:
+        if (KIND != CANDIDATES) & (items > FEW):
             best = _class_maxima(row, W, PER)
             top = tl.max(best)
             if wanted <= W:
                 bound, _ = _bisect(best, wanted, wanted + wanted // 8)
         reached = _collect(row, bound, few, tl.maximum(wanted, FEW), W, PER, FEW)
     k = tl.minimum(wanted, reached)
-    filled = k
     if KIND == BLOCKS:
         tl.store(out + k, items)
-        filled += 1
-    for first in range(0, topk, TOPK):
-        i = first + tl.arange(0, TOPK)
-        tl.store(out + i, tl.full([TOPK], -1, out.dtype.element_ty), mask=(i >= filled) & (i < topk))
+        _fill(out, k + 1, topk, TOPK)
+    else:
+        _fill(out, k, topk, TOPK)
     tl.debug_barrier()  # other threads wrote what is read now
+    kth = tl.full([], -float("inf"), tl.float32)
+    if WITH_GROUPS:
+        # All groups that may be among the best reach the blocks' bound, but for the newest, which did not take part.
+        groups += program * group_count
+        newest = tl.load(row[0] + items, mask=length > 0, other=float("nan"))
+        all_reached = reached + (newest == newest).to(tl.int32)
+        group_k = tl.minimum(group_count, all_reached)
+        _fill(groups, group_k, group_count, TOPK)
+        if all_reached > FEW:
+            whole = (row[0], items + 1)
+            top_of_all = tl.full([], float("inf"), tl.float32)
+            kth = _choose_from_row(
+                whole, bound, top_of_all, group_k, start, longest, candidates, groups, W // 2, GROUPS, SIZE, PER
+            )
+        elif group_k > 0:
+            i = tl.arange(0, FEW)
+            item = tl.load(few + i, mask=i < reached, other=0)
+            item = tl.where(i == reached, items, item)
+            score = tl.load(row[0] + item, mask=i < all_reached, other=float("nan"))
+            kth = _choose(score, item, group_k, start, candidates, groups, GROUPS, SIZE)
+        tl.store(bounds + program, tl.where(group_k == group_count, kth, -float("inf")))
     if reached > FEW:
-        _choose_from_row(row, bound, top, k, start, longest, candidates, out, W // 2, KIND, SIZE, PER)
+        kth = _choose_from_row(row, bound, top, k, start, longest, candidates, out, W // 2, KIND, SIZE, PER)
     elif k > 0:
         i = tl.arange(0, FEW)
         item = tl.load(few + i, mask=i < reached, other=0)
@@ -334,14 +401,10 @@ def selection_kernel(
             score = tl.where(i < reached, score, float("nan"))
         else:
             score = tl.load(row[0] + item, mask=i < reached, other=float("nan"))
-        _choose(score, item, k, start, candidates, out, KIND, SIZE)
+        kth = _choose(score, item, k, start, candidates, out, KIND, SIZE)
+    if KIND == GROUPS:
+        tl.store(bounds + program, tl.where(k == topk, kth, -float("inf")))
     if KIND == UNSORTED:
-        tl.debug_barrier()
-        i = tl.arange(0, TOPK)
-        picks = tl.sort(tl.load(out + i, mask=i < k, other=2**62))
-        tl.debug_barrier()
-        tl.store(out + i, picks, mask=i < k)
-        tl.debug_barrier()
-        after = tl.load(out + i + 1, mask=i + 1 < k, other=-1)
-        zero = tl.zeros([TOPK], tl.int32)
-        tl.store(unique + zero, zero, mask=after == picks)
+        in_order = _ascending(candidates, count, W)
+        if not in_order:
+            _sort(out, k, unique, TOPK)
