@@ -22,6 +22,7 @@ from benches.peers.index_topk import Arguments
 
 PLAIN, SOURCE, CONSUMER = "plain", "candidate source", "candidate consumer"
 NORMAL, EQUAL, TWO_VALUES = "normal", "all scores equal", "two values"
+BAND, SORTED, NEGATIVE, HUGE = "a band of one ulp", "sorted", "all negative", "one huge"
 BLOCK = V41_FLASH.index_block_size
 
 # What the rounding of the sums may change of a score, as a share of what its terms add up to without signs. Tensor
@@ -29,8 +30,16 @@ BLOCK = V41_FLASH.index_block_size
 ROUNDING = 2.0**-13
 SAMPLE = 66  # rows that are compared with exact scores, evenly spread, the first and the last among them
 DEFINED = 1 << 24  # scores, up to which the definition is measured too
-# Scores that a selection may find hard, of so many entries.
-VALUES = {EQUAL: lambda count: torch.full((count,), 7), TWO_VALUES: lambda count: 5 + 3 * torch.randint(2, (count,))}
+# Scores that a selection may find hard, of so many entries: whole numbers of up to DIGITS hexadecimal digits.
+VALUES = {
+    EQUAL: lambda count: torch.full((count,), 7),
+    TWO_VALUES: lambda count: 5 + 3 * torch.randint(2, (count,)),
+    BAND: lambda count: 2**23 + torch.randint(2, (count,)),
+    SORTED: lambda count: torch.arange(count),
+    NEGATIVE: lambda count: -1 - torch.randperm(count),
+    HUGE: lambda count: torch.randint(16, (count,)).index_fill(0, torch.tensor([count * 2 // 3]), 2**24 - 1),
+}
+DIGITS = 6  # numbers of more would round in fp32
 TOY = 128  # a CPU gets that fraction of queries (at least one), tokens and blocks
 
 
@@ -93,7 +102,7 @@ SHAPES = [
     Shape(16384, 16384, heads=2 * V41_FLASH.index_heads),
     Shape(4096, 4096),
     Shape(1, 131072),
-    *(Shape(16384, 16384, values=values) for values in (EQUAL, TWO_VALUES)),
+    *(Shape(16384, 16384, values=values) for values in VALUES),
 ]
 
 
@@ -126,14 +135,20 @@ def make_arguments(shape: Shape, device: torch.device) -> Arguments:
 
 
 def _give_scores(q: Tensor, k: Tensor, w: Tensor, values: Tensor) -> None:
-    """Write operands whose scores are `values`, of at most four bits and above 4, in every row and without rounding.
+    """Write operands whose scores are `values` in every row, without rounding.
 
-    Head 0 reads channel 0 of the keys, the other heads have no weight. All else stays random, and no larger than the
-    values: zeros would spare power, and so be faster than other data.
+    Head j reads the j-th digit of a key from channel j and weighs it by 16^j, of negative numbers head and channel
+    DIGITS + j with weight -16^j; other heads have no weight. All else stays random, and no larger than the digits:
+    zeros would spare power, and so be faster than other data.
     """
-    k.clamp_(-4, 4)[:, 0] = values.to(k)
-    q[:, 0], w[:] = 0, 0
-    q[:, 0, 0], w[:, 0] = 1, 1
+    k.clamp_(-4, 4)
+    q[:, : 2 * DIGITS], w[:] = 0, 0
+    for sign in (1, -1):
+        for j in range(DIGITS):
+            head = j if sign > 0 else DIGITS + j
+            k[:, head] = ((sign * values).clamp_min(0) >> 4 * j & 15).to(k)
+            q[:, head, head] = 1
+            w[:, head] = sign * 16.0**j
 
 
 def cases(device: torch.device, quick: bool) -> list[Case]:

@@ -300,7 +300,21 @@ def test_the_kernels_know_the_constants_of_the_plan():
     assert heads.OCTET.value == plan.OCTET
     assert scores.COLUMNS.value == plan.COLUMNS
     for size in arguments.BLOCK_SIZES:
-        assert plan.BLOCK % size == plan.PART % size == plan.LONGEST_WHOLE % size == 0
-    assert plan.PART % (2 * plan.BLOCK) == 0
+        assert plan.BLOCK % size == plan.LONGEST_WHOLE % size == 0
+        assert plan.PART % (plan.BLOCK * size) == plan.LEAST_PART % (plan.BLOCK * size) == 0
+    assert plan.PART % (2 * plan.BLOCK) == plan.LEAST_PART % (2 * plan.BLOCK) == 0
     assert max(arguments.HEADS) * 2 <= plan.COLUMNS
     assert plan.few_keys(arguments.MAX_TOPK) >= arguments.MAX_TOPK
+
+
+@pytest.mark.parametrize("heads", arguments.HEADS)
+def test_few_queries_share_a_document_among_more_programs(heads):
+    for count in (1, 63, 64, 500, 1000, 2000, 10**6):
+        for longest in (1, 1024, 1025, 16384, 16385, 131072, 2**20):
+            length = plan.part(count, heads, longest)
+            assert length % plan.LEAST_PART == 0
+            assert plan.LEAST_PART <= length <= plan.PART
+            programs = -(-count // (2 * plan.COLUMNS // heads)) * -(-longest // length)
+            assert programs >= plan.SMS or length in (plan.LEAST_PART, plan.PART)
+    assert plan.part(1, 32, 131072) == plan.LEAST_PART
+    assert plan.part(16384, 32, 131072) == plan.PART

@@ -74,24 +74,46 @@ def test_the_unfused_way_skips_missing_candidates():
     bench.right(a, (picks, torch.empty(0, 0)))
 
 
-@pytest.mark.parametrize("values", [bench.EQUAL, bench.TWO_VALUES])
+@pytest.mark.parametrize("values", bench.VALUES)
 def test_scores_made_by_hand(values):
     a = _toy(values=values)
     scores = bench.reference.scores(a.q, a.k, a.w)
+    torch.manual_seed(1)
+    drawn = bench.VALUES[values](200)
+    bench._give_scores(a.q, a.k, a.w, drawn)
+    assert torch.equal(bench.reference.scores(a.q, a.k, a.w), drawn.float().expand(70, 200))
     assert torch.equal(scores, scores[:1].expand_as(scores))
-    assert scores.unique().tolist() == {bench.EQUAL: [7], bench.TWO_VALUES: [5, 8]}[values]
+    bench.right(a, bench.prepare_ours(a)(), ascending=True, exact=True)
+
+
+def test_what_the_scores_made_by_hand_are():
+    scores = {name: make(1000) for name, make in bench.VALUES.items()}
+    assert max(values.abs().max() for values in scores.values()) < 16**bench.DIGITS <= 2**24
+    assert scores[bench.EQUAL].unique().tolist() == [7]
+    assert scores[bench.TWO_VALUES].unique().tolist() == [5, 8]
+    low, high = scores[bench.BAND].unique().float()
+    assert high == low.nextafter(high)
+    assert torch.equal(scores[bench.SORTED].sort().values, scores[bench.SORTED])
+    assert scores[bench.NEGATIVE].max() == -1
+    assert (scores[bench.HUGE] > 1e6).sum() == 1
+
+
+def test_another_choice_of_equal_scores_is_noticed():
+    a = _toy(values=bench.EQUAL)
     picks, blocks = bench.prepare_ours(a)()
-    bench.right(a, (picks, blocks), ascending=True, exact=True)
-    worst = scores[0] == scores.min()
-    other = int(worst.nonzero().max())  # as good as the picks of EQUAL, but not the first ones
-    picks[-1, -1] = other
-    if values == bench.EQUAL:
+    picks[-1, -1] = 199  # as good as the picks, but not one of the first
+    bench.right(a, (picks, blocks))
+    with pytest.raises(AssertionError, match=r"^not the definition's choice of equal scores: 99\."):
+        bench.right(a, (picks, blocks), exact=True)
+
+
+def test_a_worse_pick_is_noticed():
+    a = _toy(values=bench.TWO_VALUES)
+    picks, blocks = bench.prepare_ours(a)()
+    scores = bench.reference.scores(a.q, a.k, a.w)[-1]
+    picks[-1, -1] = int((scores == 5).nonzero().max())
+    with pytest.raises(AssertionError, match=r"^picks: 1 of 66 rows lack a better one"):
         bench.right(a, (picks, blocks))
-        with pytest.raises(AssertionError, match=r"^not the definition's choice of equal scores: 99\."):
-            bench.right(a, (picks, blocks), exact=True)
-    else:
-        with pytest.raises(AssertionError, match=r"^picks: 1 of 66 rows lack a better one"):
-            bench.right(a, (picks, blocks))
 
 
 @pytest.mark.parametrize(
@@ -169,7 +191,7 @@ def test_cases_of_a_gpu():
         "16384 x 8192, ratio 2, plain",
         "16384 x 131072, ratio 1, plain, last of 8 ranks",
     ]
-    assert labels[-1] == "16384 x 16384, ratio 1, plain, two values"
+    assert labels[-1] == "16384 x 16384, ratio 1, plain, one huge"
     names = {case.label: [c.name for c in case.candidates] for case in full}
     unfused = ["dsv41_index_topk", "DeepGEMM fp8_mqa_logits + torch.topk", "Triton scorer + torch.topk, in chunks"]
     assert names[labels[0]] == unfused

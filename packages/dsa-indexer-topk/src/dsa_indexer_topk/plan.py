@@ -16,7 +16,8 @@ COLUMNS = 128  # queries x heads of a warpgroup of the scores' kernel, which has
 BLOCK, OCTET = 64, 8  # entries of a tile, and of what lies together in a candidate's tile
 LONGEST_WHOLE = 16384  # entries of a document of which all scores are kept; of longer ones, the best of each group
 GROUP = 8  # entries of such a group, if no blocks of another size are asked for
-PART = 16384  # entries of a document that a program computes
+PART, LEAST_PART = 16384, 1024  # entries of a document that a program computes
+SMS = 132  # of an H100 or H200
 WORKSPACE = 2**28  # bytes, about: as many rows at a time as fit
 
 QUANTIZE_ROWS = 32
@@ -87,6 +88,13 @@ def key_rows(entries: int) -> int:
     return -(-entries // most) * most
 
 
+def part(count: int, heads: int, longest: int) -> int:
+    """Entries of a document that a program of the scores' kernel computes: few where else some SMs had nothing to do."""
+    programs = -(-count // (2 * COLUMNS // heads))
+    shares = max(1, 2 * SMS // programs)
+    return min(PART, -(-longest // shares // LEAST_PART) * LEAST_PART)
+
+
 def quantize(x: Tensor, w: Tensor | None, out: Tensor, scales: Tensor) -> Launch:
     """e4m3 rows of x, (..., D) contiguous, and their scales times w, or without w half the scales."""
     from dsa_indexer_topk.kernels.quantize import quantize_kernel
@@ -102,6 +110,7 @@ def score(rows: Rows, out: Tensor, group: int) -> Launch:
     from dsa_indexer_topk.kernels.scores import score_kernel
 
     count, heads, d = rows.queries.shape
+    length = part(count, heads, rows.longest)
     args = (
         _descriptor(rows.queries.view(count * heads, d), COLUMNS, d),
         _descriptor(_grouped(rows.keys, group), BLOCK, d),
@@ -110,10 +119,10 @@ def score(rows: Rows, out: Tensor, group: int) -> Launch:
         count,
         rows.keys.shape[0],
         rows.longest,
-        PART,
+        length,
         out.shape[1],
     )
-    grid = (-(-count // (2 * COLUMNS // heads)), -(-rows.longest // PART))
+    grid = (-(-count // (2 * COLUMNS // heads)), -(-rows.longest // length))
     options = {"H": heads, "D": d, "GROUP": group, "STAGES": SCORE_STAGES, "num_warps": 4}
     return Launch(score_kernel, grid, args, options)
 
