@@ -8,6 +8,7 @@
    just ran, untimed).
 4. Ceilings (device copy, bytes read plus written; where a case counts operations, a matrix product of the bench's
    dtype) are measured in the same run, before and after the cases.
+5. Of each candidate the host's time for a call is measured too, and its memory: results, workspace and temporaries.
 """
 
 from __future__ import annotations

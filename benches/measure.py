@@ -21,6 +21,7 @@ from benches.timing import (
     Sampler,
     Timer,
     host_microseconds,
+    peak_bytes,
     percentile,
     statistics_of,
 )
@@ -101,6 +102,7 @@ def _time(
     count = rounds or max(5 if quick else 15, min(20 if quick else 100, int(300 / sum(estimates.values()))))
     for name, call in calls.items():
         by_name[name]["host_us"] = host_microseconds(call)
+        by_name[name]["peak_bytes"] = peak_bytes(call)
     for state in ("flushed", "warm"):
         timers = {}
         for name, call in calls.items():

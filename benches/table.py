@@ -26,6 +26,7 @@ def text(record: dict[str, Any]) -> str:
         "x floor",
         "timed by",
         "host us",
+        "MB",
     ]
     lines = [head] + [
         _line(case, entry, state)
@@ -40,23 +41,26 @@ def text(record: dict[str, Any]) -> str:
 
 
 def markdown(record: dict[str, Any], state: str = "flushed") -> str:
-    """Median times in ms of every candidate, and rate and shares of ours, one line for each case.
+    """Median times in ms of every candidate, and rate, shares and memory of ours, one line for each case.
 
-    The share of a copy has no column in a bench without copies.
+    The share of a copy has no column in a bench without copies, nor has memory where the record is without.
     """
     names = list(dict.fromkeys(entry["name"] for case in record["cases"] for entry in case["candidates"]))
     shown = {"share_of_ceiling": "of the ceiling"}
     if COPY in names:
         shown["share_of_same_size_copy"] = "of the copy"
-    lines = [["case", *(f"{name}, ms" for name in names), "rate", *shown.values()]]
+    memory = any("peak_bytes" in entry for case in record["cases"] for entry in case["candidates"])
+    lines = [["case", *(f"{name}, ms" for name in names), "rate", *shown.values(), *(["memory, MB"] if memory else [])]]
     lines.append(["---"] * len(lines[0]))
     for case in record["cases"]:
         entries = {entry["name"]: entry for entry in case["candidates"]}
         times = [f"{entries[name][state]['median_ms']:.4f}" if state in entries.get(name, ()) else "" for name in names]
-        ours = next(entry[state] for entry in entries.values() if entry["ours"])
+        one = next(entry for entry in entries.values() if entry["ours"])
+        ours = one[state]
         rate = f"{ours['rate']:.0f} {_UNITS[case['rate_unit']]}"
         shares = [_percent(ours.get(name)) for name in shown]
-        lines.append([case["label"], *times, rate, *shares])
+        peak = [f"{one['peak_bytes'] / 1e6:.0f}"] if memory else []
+        lines.append([case["label"], *times, rate, *shares, *peak])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -69,7 +73,8 @@ def _line(case: dict[str, Any], entry: dict[str, Any], state: str) -> list[str]:
     name = ("* " if entry["ours"] else "  ") + entry["name"]
     unit = _UNITS[case["rate_unit"]]
     host = f"{entry['host_us']:.0f}" if "host_us" in entry else "-"
-    return [case["label"], name, state, *times, f"{figures['rate']:.1f}", unit, *shares, floor, timed, host]
+    memory = f"{entry['peak_bytes'] / 1e6:.1f}" if "peak_bytes" in entry else "-"
+    return [case["label"], name, state, *times, f"{figures['rate']:.1f}", unit, *shares, floor, timed, host, memory]
 
 
 def _percent(share: float | None) -> str:
@@ -97,7 +102,7 @@ def _notes(record: dict[str, Any]) -> list[str]:
 
 def _footer(record: dict[str, Any]) -> list[str]:
     lines = ["* ours. rate: own bytes or operations; x floor: time over the case's least work at the ceiling;"]
-    lines.append("host us: what the host spends in a call, autograd included.")
+    lines.append("host us: what the host spends in a call, autograd included; MB: results and all else it allocates.")
     if record["toy"]:
         return [*lines, "CPU, toy sizes, the definitions: no figures to quote."]
     ceilings = ", ".join(

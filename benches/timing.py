@@ -213,3 +213,12 @@ def host_microseconds(call: Call, rounds: int = 10, calls: int = 5) -> float:
         times += found[1:] or found
     torch.cuda.synchronize()
     return percentile(times, 0.5)
+
+
+def peak_bytes(call: Call) -> int:
+    """Bytes that PyTorch is asked for during `call` at its peak, beyond what was there: results and workspace."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    call()
+    return torch.cuda.memory_stats()["requested_bytes.all.peak"] - before

@@ -6,6 +6,7 @@ import pytest
 import torch
 from dsa_indexer_topk import dsv41_index_topk, plan
 
+from benches import dsa_indexer_topk as bench
 from tests.dsa_indexer_topk import inputs, on_gpu
 from tests.dsa_indexer_topk.inputs import MODES
 from tests.support import memory
@@ -227,7 +228,16 @@ def test_nothing_synchronises(mode, documents):
 @each_call
 def test_memory(mode, documents):
     """Results, e4m3 copies and the documented workspace; nothing of it is kept."""
-    a = made(documents, mode)
+    _within_the_formula(made(documents, mode))
+
+
+@pytest.mark.parametrize("shape", bench.PUBLISHED, ids=lambda shape: shape.label)
+def test_memory_of_the_published_shapes(shape):
+    peak, bound = _within_the_formula(bench.make_arguments(shape, on_gpu.DEVICE))
+    assert peak > 0.97 * bound, f"{peak} bytes, bound {bound}"
+
+
+def _within_the_formula(a):
     (queries, heads, d), entries = a.q.shape, a.k.shape[0]
     listed = None if a.candidates is None else a.candidates.shape[1] * a.block_size
     sizes = (a.max_entries_per_doc, listed, a.topk, a.emit_candidates, a.block_size, a.topk_blocks)
@@ -236,6 +246,7 @@ def test_memory(mode, documents):
     results, peak = memory.peak_of(lambda: dsv41_index_topk(*a))
     bound += sum(t.nbytes for t in results) + 64 * queries + 4096  # the check of ks and ke has int64 temporaries
     assert peak <= bound, f"{peak} bytes, bound {bound}"
+    return peak, bound
 
 
 def test_memory_at_131072_entries():

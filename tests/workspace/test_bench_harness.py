@@ -186,6 +186,7 @@ def test_short_calls_are_timed_in_graphs_where_they_can(monkeypatch, short):
     monkeypatch.setattr(measure, "L2Flush", lambda device: None)
     monkeypatch.setattr(measure, "Sampler", lambda device: timing.Sampler(CPU))
     monkeypatch.setattr(measure, "host_microseconds", lambda call: 5.0)
+    monkeypatch.setattr(measure, "peak_bytes", lambda call: 4096)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     calls = {name: name for name in FakeTimer.milliseconds}
     entries = [{"name": name} for name in calls]
@@ -196,7 +197,7 @@ def test_short_calls_are_timed_in_graphs_where_they_can(monkeypatch, short):
     assert ("not captured: RuntimeError: operation" in refuses.get("graph_problem", "")) == short
     assert quick["flushed"]["samples"] == (35 if short else 7)
     assert never["warm"]["median_ms"] == 0.3
-    assert never["host_us"] == 5.0
+    assert (never["host_us"], never["peak_bytes"]) == (5.0, 4096)
 
 
 def test_cpu_run_writes_nothing_unless_asked(tmp_path, monkeypatch, capsys):
@@ -264,13 +265,16 @@ def test_table_and_plot_of_a_gpu_record(tmp_path):
     assert "8 x 8, RoPE  * one pass" in text
     line = next(line for line in text.splitlines() if "* one pass" in line and "flushed" in line)
     assert (
-        " ".join(line.split("flushed")[1].split()) == "0.5000 0.4500 0.6000 2000.0 GB/s 50.0 % 80.0 % 2.00 events 250"
+        " ".join(line.split("flushed")[1].split()) == "0.5000 0.4500 0.6000 2000.0 GB/s 50.0 % 80.0 % 2.00 events 250 -"
     )
     record["ceilings"]["tflop_per_s"] = {"before": 1.0, "after": 1.0, "mean": 1250.0, "product": "float8_e4m3fn"}
     assert "in this run: 4000 GB/s, 1250 TFLOP/s (float8_e4m3fn product)" in table.text(record)
     assert table.markdown(record).endswith("| 8 x 8, RoPE | 0.5000 | 0.7500 | 0.4000 | 2000 GB/s | 50.0 % | 80.0 % |")
     alone = {**record, "cases": [{**case, "candidates": case["candidates"][:2]} for case in record["cases"]]}
     assert table.markdown(alone).endswith("| 8 x 8, RoPE | 0.5000 | 0.7500 | 2000 GB/s | 50.0 % |")
+    alone["cases"][0]["candidates"][0]["peak_bytes"] = 2_600_000
+    assert table.markdown(alone).endswith("| 8 x 8, RoPE | 0.5000 | 0.7500 | 2000 GB/s | 50.0 % | 3 |")
+    assert "events    250      2.6" in table.text(alone)
     plotting.draw(record, tmp_path / "toy.svg")
     drawn = (tmp_path / "toy.svg").read_text()
     assert drawn.startswith("<?xml")
@@ -333,7 +337,7 @@ class TestOnDevice:
         assert harness.main(_toy(device="cuda"), ["--output", str(tmp_path), "--quick"]) == 0
         record = json.loads((tmp_path / "toy.json").read_text())
         entry = record["cases"][0]["candidates"][0]
-        assert {"flushed", "warm", "host_us"} <= entry.keys()
+        assert {"flushed", "warm", "host_us", "peak_bytes"} <= entry.keys()
         assert entry["flushed"]["graph"], entry.get("graph_problem")
 
 

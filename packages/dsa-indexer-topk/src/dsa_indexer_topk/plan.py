@@ -89,7 +89,7 @@ def key_rows(entries: int) -> int:
 
 
 def part(count: int, heads: int, longest: int) -> int:
-    """Entries of a document that a program of the scores' kernel computes: few where else some SMs had nothing to do."""
+    """Entries of a document that a program of the scores computes: few where else some SMs had nothing to do."""
     programs = -(-count // (2 * COLUMNS // heads))
     shares = max(1, 2 * SMS // programs)
     return min(PART, -(-longest // shares // LEAST_PART) * LEAST_PART)
