@@ -17,7 +17,7 @@ KERNELS = {path.name for path in ROOT.glob("packages/*/src/*")}
 OPTIONAL = {"cutlass", "deep_gemm", "numpy", "triton"}
 DEVICE_CODE = [path for path in SOURCES if path.parent.name == "kernels"]
 # What only a launch or a precompilation imports may need them at once.
-IMPORTED_LATE = {"fp8_device.py", "precompile.py"}
+IMPORTED_LATE = {"fp8_device.py", "gluon_names.py", "precompile.py"}
 HOST_CODE = [path for path in SOURCES if path not in DEVICE_CODE and path.name not in IMPORTED_LATE]
 # Folders that exist on one machine only, written so that this file does not name one.
 MACHINE_PATH = re.compile(r"(?<![\w.])/(?:work|root|home|tmp)/[\w.]")

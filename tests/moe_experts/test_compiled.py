@@ -1,0 +1,74 @@
+"""What the compiled kernels must contain, beside the counts in the ahead-of-time table."""
+
+import re
+
+import pytest
+from hopper_kernels import cubin, precompile
+
+from tests.support.ptx import barriers_and_stores
+
+pytest.importorskip("triton")
+ASYNC_FENCE = "fence.proxy.async"
+MOST_INSTRUCTIONS = 4000  # of 16 bytes; with 10,000 the instruction cache did not hold them
+
+
+@pytest.fixture(scope="module")
+def assemblies():
+    """PTX and cubin of the products by variant, compiled for SM90 on any machine."""
+    variants = [v for v in precompile.variants_of("moe_experts") if not v.name.startswith("groups")]
+    with precompile.compile_only_driver():
+        return {variant.name: variant.compile().asm for variant in variants}
+
+
+@pytest.fixture
+def ptx(assemblies):
+    return {name: asm["ptx"] for name, asm in assemblies.items()}
+
+
+def test_barriers_are_fenced_before_tma_meets_them(ptx):
+    """Else the copies may not see that they were initialised; all threads meet before the loading warp starts."""
+    for name, text in ptx.items():
+        setup = text[text.rindex("mbarrier.init") :]
+        assert ASYNC_FENCE in setup, name
+        assert "bar.sync" in setup[setup.index(ASYNC_FENCE) :], name
+
+
+def test_nothing_is_stored_over_a_barrier(ptx):
+    """Not even one that is no longer used: the compiler gives its memory to what it passes to other warps."""
+    for name, text in ptx.items():
+        barriers, stores = barriers_and_stores(text)
+        assert len(barriers) == text.count("mbarrier.init"), name
+        assert stores, name
+        assert not any(at - 8 < place < at + 8 for place in stores for at in barriers), name
+
+
+def test_threads_meet_before_one_of_them_arrives_for_all(ptx):
+    """A slot is empty, or a result complete, when all threads are done with it, not only the one that says so."""
+    for name, text in ptx.items():
+        arrivals = [match.start() for match in re.finditer(r"mbarrier\.arrive\.shared", text)]
+        assert len(arrivals) >= 4, name  # in each warpgroup two for the slots
+        for arrival in arrivals:
+            between = text[text.rfind("bar.sync", 0, arrival) : arrival]
+            assert not re.search(r"(ld|st)\.shared|stmatrix|try_wait|wgmma|store\.wait|bulk\.wait", between), name
+
+
+def test_two_products_are_under_way_at_a_time(assemblies):
+    """A step waits for the products of the step before: with a wait for all of them tensor cores would stand still."""
+    for name, asm in assemblies.items():
+        waits = re.findall(r"wgmma\.wait_group\.sync\.aligned\s+(\d)", asm["ptx"])
+        assert set(waits) == {"0", "1"}, name
+        assert waits.count("1") == 2, name  # one in each warpgroup's loop
+
+
+def test_the_code_stays_in_the_instruction_cache(assemblies):
+    """A sequence of what is now a loop over the panels made the gradient of h slower by a third."""
+    for name, asm in assemblies.items():
+        assert sum(cubin.read(asm["cubin"]).opcodes.values()) < MOST_INSTRUCTIONS, name
+
+
+def test_what_finishes_a_tile_moves_16_bytes_at_a_time(ptx):
+    """Gate and up, their gradients, h: eight channels of a thread."""
+    wide = {"gate_up": (0, 2), "grad_hidden": (8, 6)}
+    for name, (loads, stores) in wide.items():
+        assert len(re.findall(r"ld\.global[\w.:]*\.v4\.b32", ptx[name])) == loads, name
+        assert len(re.findall(r"st\.global[\w.:]*\.v4\.b32", ptx[name])) == stores, name

@@ -1,0 +1,272 @@
+"""The same bytes in every run, whatever else is in a batch, on any stream, in graphs; memory; no waiting."""
+
+import gc
+
+import pytest
+import torch
+from moe_experts import moe_experts, moe_experts_weight_grad, plan
+
+from tests.moe_experts import on_gpu
+from tests.moe_experts.on_gpu import HIDDEN, INNER
+from tests.support import memory
+from tests.support.compare import assert_same_bytes
+from tests.support.device import capture, no_sync, repeat_bytes, side_stream
+
+pytestmark = pytest.mark.gpu
+SHAPES = {"small": ((70, 0, 129, 3), 9, 136, 264), "wide": ((300, 500, 0, 257), 20, HIDDEN, INNER)}
+each_shape = pytest.mark.parametrize("shape", list(SHAPES.values()), ids=list(SHAPES))
+ROWS = ("out", "gate", "up", "dx", "dgate_dup", "h")
+WEIGHTS = ("dw1", "dw3", "dw2")
+
+
+@each_shape
+def test_repeats(shape):
+    t, dout = on_gpu.operands(*shape)
+    repeat_bytes(lambda: on_gpu.step(t, dout), 20)
+
+
+def test_repeats_at_any_number_of_steps():
+    """Few terms to many: a ring that is hardly filled, and one that goes round often."""
+    for hidden in (8, 64, 128, 192, 320, 2560):
+        t, dout = on_gpu.operands((130, 2, 300), 1, hidden, 72)
+        on_gpu.assert_right(t, dout, repeat_bytes(lambda t=t, dout=dout: on_gpu.step(t, dout), 30))
+
+
+@each_shape
+@pytest.mark.parametrize("pattern", list(memory.PATTERNS))
+def test_poisoned_memory_is_not_seen(shape, pattern, poison):
+    t, dout = on_gpu.operands(*shape)
+    wanted = on_gpu.step(t, dout)
+    poison(pattern)
+    on_gpu.assert_same(on_gpu.step(t, dout), wanted)
+
+
+def test_deterministic_algorithms_with_filled_memory():
+    t, dout = on_gpu.operands(*SHAPES["small"])
+    wanted = on_gpu.step(t, dout)
+    torch.use_deterministic_algorithms(True)
+    try:
+        on_gpu.assert_same(on_gpu.step(t, dout), wanted)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@each_shape
+def test_a_row_and_an_expert_do_not_depend_on_the_others(shape):
+    """One expert alone, and the experts the other way round."""
+    t, dout = on_gpu.operands(*shape)
+    whole = on_gpu.step(t, dout)
+    sizes = t.num_tokens_per_expert.tolist()
+    starts = [sum(sizes[:e]) for e in range(len(sizes))]
+    order = list(range(len(sizes)))[::-1]
+    for experts in [[e] for e in range(len(sizes))] + [order]:
+        rows = torch.cat([torch.arange(starts[e], starts[e] + sizes[e], device=t.x.device) for e in experts])
+        part = t._replace(
+            x=t.x[rows],
+            gate_proj=t.gate_proj[experts],
+            up_proj=t.up_proj[experts],
+            down_proj=t.down_proj[experts],
+            num_tokens_per_expert=t.num_tokens_per_expert[experts],
+        )
+        found = on_gpu.step(part, dout[rows])
+        for name in ROWS:
+            assert_same_bytes(getattr(found, name), getattr(whole, name)[rows], f"{experts} {name}")
+        for name in WEIGHTS:
+            assert_same_bytes(getattr(found, name), getattr(whole, name)[experts], f"{experts} {name}")
+
+
+def test_a_row_does_not_depend_on_its_place():
+    """Rows of an expert in another order, or only some of them."""
+    t, dout = on_gpu.operands((300,), 0, 136, 264)
+    whole = on_gpu.step(t, dout)
+    for count in (300, 177, 1):
+        rows = torch.randperm(300, device=t.x.device)[:count]
+        part = t._replace(x=t.x[rows], num_tokens_per_expert=torch.tensor([count], device=t.x.device))
+        found = on_gpu.step(part, dout[rows])
+        for name in ROWS:
+            assert_same_bytes(getattr(found, name), getattr(whole, name)[rows], name)
+
+
+@each_shape
+def test_inputs_are_not_modified(shape):
+    t, dout = on_gpu.operands(*shape)
+    tensors = [v for v in (*t, dout) if isinstance(v, torch.Tensor)]
+    before = [v.clone() for v in tensors]
+    on_gpu.step(t, dout)
+    for now, then in zip(tensors, before, strict=True):
+        assert_same_bytes(now, then, "input")
+
+
+@pytest.mark.parametrize("change", ["halves of a packed weight", "every second expert", "one weight for all experts"])
+def test_weights_in_place(change):
+    t, dout = on_gpu.operands((70, 130), 3, 136, 264)
+    gate_proj, up_proj = t.gate_proj, t.up_proj
+    if change == "halves of a packed weight":
+        both = torch.cat((gate_proj, up_proj), dim=1)
+        gate_proj, up_proj = both[:, :264], both[:, 264:]
+    elif change == "every second expert":
+        both = torch.stack((gate_proj, up_proj), dim=1).flatten(0, 1)
+        gate_proj, up_proj = both[::2], both[1::2]
+    else:
+        gate_proj, up_proj = (w[:1].expand(2, -1, -1) for w in (gate_proj, up_proj))
+    views = t._replace(gate_proj=gate_proj, up_proj=up_proj)
+    copies = t._replace(gate_proj=gate_proj.contiguous(), up_proj=up_proj.contiguous())
+    on_gpu.assert_same(on_gpu.step(views, dout), on_gpu.step(copies, dout))
+
+
+def _all(x, gate_proj, up_proj, down_proj, counts, dout):
+    """Result and gradients by autograd."""
+    leaves = [v.detach().requires_grad_() for v in (x, gate_proj, up_proj, down_proj)]
+    out = moe_experts(*leaves, counts, 10.0)
+    return out.detach(), *torch.autograd.grad(out, leaves, dout)
+
+
+@each_shape
+def test_side_stream(shape):
+    t, dout = on_gpu.operands(*shape)
+    arguments = (*t[:5], dout)
+    wanted = _all(*arguments)
+    found = side_stream(_all, *arguments)
+    for got, want in zip(found, wanted, strict=True):
+        assert_same_bytes(got, want, "on a side stream")
+
+
+@each_shape
+def test_graph_of_other_counts(shape):
+    """Captured for some routing, replayed for others: all rows on one expert, none, anything between."""
+    t, dout = on_gpu.operands(*shape)
+    counts, rows = t.num_tokens_per_expert, len(t.x)
+    t.x.normal_()
+    dout.normal_()
+    graph = capture(lambda: _all(*t[:5], dout))
+    for sizes in ([rows, 0, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, rows], counts.tolist()):
+        counts.copy_(torch.tensor(sizes))
+        t.x.normal_()
+        for got, want in zip(graph.replay(), _all(*t[:5], dout), strict=True):
+            assert_same_bytes(got, want, str(sizes))
+
+
+@each_shape
+def test_two_streams_at_once(shape):
+    calls = [on_gpu.operands(*shape) for _ in range(2)]
+    wanted = [on_gpu.step(*call) for call in calls]
+    streams = [torch.cuda.Stream() for _ in calls]
+    torch.cuda.synchronize()
+    for _ in range(20):
+        found = []
+        for (t, dout), stream in zip(calls, streams, strict=True):
+            with torch.cuda.stream(stream):
+                found.append(_all(*t[:5], dout))
+        torch.cuda.synchronize()
+        for got, want in zip(found, wanted, strict=True):
+            for one, name in zip(got, ("out", "dx", "dw1", "dw3", "dw2"), strict=True):
+                assert_same_bytes(one, getattr(want, name), name)
+
+
+@each_shape
+def test_nothing_synchronises(shape):
+    t, dout = on_gpu.operands(*shape)
+    _all(*t[:5], dout)
+    with no_sync():
+        _all(*t[:5], dout)
+
+
+def test_many_sizes_compile_nothing_new():
+    """Any number of rows and experts, any widths: the kernels have them as arguments."""
+    from moe_experts.kernels import gate_up, grad_hidden, products, weight_grad
+
+    kernels = gate_up.gate_up_kernel, grad_hidden.grad_hidden_kernel, products.product_kernel
+    kernels += (weight_grad.weight_grad_kernel,)
+
+    def compiled():
+        return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())
+
+    on_gpu.step(*on_gpu.operands((5, 3), 1, 64, 40))
+    before = compiled()
+    for i in range(20):
+        groups = tuple((j * 31 + i) % 90 for j in range(1 + i % 7))
+        t, dout = on_gpu.operands(groups, i % 3, 8 * (1 + i), 8 * (20 - i))
+        on_gpu.assert_right(t, dout, on_gpu.step(t, dout))
+    assert compiled() == before
+
+
+@each_shape
+def test_memory(shape):
+    """Results, what is kept, and the stated workspace; nothing of it stays."""
+    t, dout = on_gpu.operands(*shape)
+    rows, inner, experts = len(t.x), t.down_proj.shape[2], len(t.down_proj)
+    table = 4 * (4 * (plan.most_tiles(rows, experts) + 2) + experts + 1)
+    weights = t.gate_proj, t.up_proj, t.down_proj
+    with torch.no_grad():
+        out, peak = memory.peak_of(lambda: moe_experts(t.x, *weights, t.num_tokens_per_expert, t.swiglu_limit))
+    kept = 2 * 2 * rows * inner  # gate and up
+    assert peak <= out.nbytes + kept + 2 * rows * inner + table + 2048
+    before = memory.allocated()
+    leaves = [v.detach().requires_grad_() for v in t[:4]]
+    out = moe_experts(*leaves, t.num_tokens_per_expert, t.swiglu_limit)
+    now = memory.allocated()
+    assert now - before <= out.nbytes + kept + 4096
+    del out
+    results, peak = memory.peak_of(lambda: _all(*t[:5], dout))
+    grads = sum(r.nbytes for r in results[1:])
+    assert peak <= results[0].nbytes + kept + grads + 2 * 3 * rows * inner + table + 8192
+
+
+@pytest.mark.parametrize("current", [0, 1])
+def test_second_device(current):
+    """Tensors on one device while the other is current. Nothing is allocated on that one."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("requires two CUDA devices")
+    t, dout = on_gpu.operands(*SHAPES["small"])
+    wanted = _all(*t[:5], dout)
+    there = [v.to(f"cuda:{1 - current}") for v in (*t[:5], dout)]
+    torch.cuda.synchronize()
+    with torch.cuda.device(current):
+        gc.collect()
+        before = torch.cuda.memory_allocated(current)
+        found = _all(*there)
+        assert torch.cuda.memory_allocated(current) == before
+        assert torch.cuda.current_device() == current
+    for got, want in zip(found, wanted, strict=True):
+        assert got.device == torch.device("cuda", 1 - current)
+        assert_same_bytes(got.to("cuda:0"), want, "on another device")
+
+
+def test_guard_bands(guarded):
+    """Nothing is read or written past the operands: each lies between bands of NaN."""
+    t, dout = on_gpu.operands((70, 0, 129), 0, 136, 264)
+    fields = {}
+    for name in ("x", "gate_proj", "up_proj", "down_proj"):
+        source = getattr(t, name)
+        fields[name] = guarded(tuple(source.shape), source.dtype, "cuda").tensor.copy_(source)
+    found = on_gpu.step(t._replace(**fields), dout)
+    on_gpu.assert_same(found, on_gpu.step(t, dout))
+
+
+def test_a_gradient_may_be_a_view():
+    """Expanded, transposed, or one element past an aligned address."""
+    t, _ = on_gpu.operands((70, 60), 0, 136, 264)
+    weights = t.gate_proj, t.up_proj, t.down_proj
+    some = torch.randn(136, 130, device="cuda").bfloat16()
+    offset = torch.randn(130 * 136 + 1, device="cuda").bfloat16()[1:].view(130, 136)
+    for dout in (torch.ones((), device="cuda").bfloat16().expand(130, 136), some.t(), offset):
+        found = _all(t.x, *weights, t.num_tokens_per_expert, dout)
+        wanted = _all(t.x, *weights, t.num_tokens_per_expert, dout.contiguous().clone())
+        for got, want in zip(found, wanted, strict=True):
+            assert_same_bytes(got, want, "gradient")
+
+
+def test_weight_gradients_go_on_another_stream():
+    """The second half on a stream of its own, after the first half."""
+    t, dout = on_gpu.operands(*SHAPES["wide"])
+    wanted = on_gpu.step(t, dout)
+    stream = torch.cuda.Stream()
+    first = on_gpu.step(t, dout)
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        grads = moe_experts_weight_grad(
+            dout[: t.owned], t.x[: t.owned], t.num_tokens_per_expert, first.dgate_dup, first.h, False
+        )
+    stream.synchronize()
+    for got, name in zip(grads, WEIGHTS, strict=True):
+        assert_same_bytes(got, getattr(wanted, name), name)

@@ -1,0 +1,377 @@
+"""Which implementation the operators choose, on machines that are pretended: fake CUDA tensors need no GPU."""
+
+import importlib.metadata
+import inspect
+import sys
+import threading
+from contextlib import nullcontext
+from types import ModuleType
+
+import pytest
+import torch
+from hopper_kernels import KernelUnavailable, dispatch, registry
+from hopper_kernels import reference as use_definition
+from moe_experts import arguments, moe_experts, operators, reference
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tests.moe_experts import inputs
+from tests.support.compare import assert_same_bytes
+from tests.support.process import output_of, start_python
+
+HOPPER, AMPERE = "SM90 (NVIDIA H200)", "SM80 (NVIDIA A100)"
+ROWS, EXPERTS, HIDDEN, INNER = 7, 3, 16, 24
+
+
+def cuda(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="cuda")
+
+
+def given(packed=False):
+    """The weights and the group sizes."""
+    gate, up = (
+        (cuda(EXPERTS, 2 * INNER, HIDDEN), None)
+        if packed
+        else (cuda(EXPERTS, INNER, HIDDEN), cuda(EXPERTS, INNER, HIDDEN))
+    )
+    return gate, up, cuda(EXPERTS, HIDDEN, INNER), cuda(EXPERTS, dtype=torch.int32)
+
+
+def forward(x, **options):
+    return operators._forward(x, *given(**options), 10.0)
+
+
+def backward(x, *rest, dout=None, **options):
+    """rest: need_x, need_gate, need_up, need_down, used_reference."""
+    dout = cuda(ROWS, HIDDEN) if dout is None else dout
+    return operators._backward(dout, x, *given(**options), cuda(ROWS, INNER), cuda(ROWS, INNER), 10.0, *rest)
+
+
+def backward_data(x, **options):
+    return operators._backward_data(x, *given(**options), cuda(ROWS, INNER), cuda(ROWS, INNER), 10.0)
+
+
+def weight_grad(x, packed=False):
+    return operators._weight_grad(
+        cuda(ROWS, HIDDEN), x, cuda(EXPERTS, dtype=torch.int32), cuda(ROWS, 2 * INNER), cuda(ROWS, INNER), packed
+    )
+
+
+# name of the operator: (what errors call it, the call, the functions of launch)
+CALLS = {
+    "moe_experts_forward": ("moe_experts", forward, ["forward"]),
+    "moe_experts_backward": ("the backward of moe_experts", backward, ["backward_data", "weight_grad"]),
+    "moe_experts_backward_data": ("moe_experts_backward_data", backward_data, ["backward_data"]),
+    "moe_experts_weight_grad": ("moe_experts_weight_grad", weight_grad, ["weight_grad"]),
+}
+each_call = pytest.mark.parametrize(
+    ("name", "what", "call", "launched"), [(k, *v) for k, v in CALLS.items()], ids=CALLS
+)
+RESULTS = {"forward": 3, "backward": 4, "backward_data": 3, "weight_grad": 3}
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """The implementations asked for, as (place, function, arguments); none runs, and no memory is looked at."""
+    seen = []
+    launch = ModuleType("moe_experts.launch")
+    monkeypatch.setitem(sys.modules, "moe_experts.launch", launch)
+    for module, place, names in ((launch, "kernel", list(RESULTS)), (reference, "definition", list(RESULTS))):
+        for name in names:
+            if place == "kernel" and name == "backward":
+                continue  # there is no such function
+            record = lambda *args, p=place, n=name: seen.append((p, n, args)) or (None,) * RESULTS[n]  # noqa: E731
+            monkeypatch.setattr(module, name, record, raising=False)
+    monkeypatch.setattr(arguments, "memory", lambda **tensors: None)
+    monkeypatch.setattr(arguments, "readable", lambda t: t)
+    return seen
+
+
+@each_call
+def test_sm90_launches(name, what, call, launched, machine, ran):
+    machine(HOPPER)
+    with FakeTensorMode():
+        x = cuda(ROWS, HIDDEN)
+        results = call(x)
+    assert [seen[:2] for seen in ran] == [("kernel", function) for function in launched]
+    assert len(results) == {"moe_experts_forward": 4, "moe_experts_backward": 4}.get(name, 3)
+    position = 1 if "weight_grad" in launched else 0
+    assert ran[-1][2][position] is x
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_what_the_kernels_are_given(packed, machine, ran):
+    """The arguments of each function of launch, in its order."""
+    machine(HOPPER)
+    with FakeTensorMode():
+        x, dout = cuda(ROWS, HIDDEN), cuda(ROWS, HIDDEN)
+        operators._forward(x, *given(packed), 7.0)
+        backward(x, True, True, True, True, dout=dout, packed=packed)
+        weight_grad(x, packed)
+    (_, _, first), (_, _, data), (_, _, grad), (_, _, alone) = ran
+    weights = [(EXPERTS, 2 * INNER, HIDDEN), None] if packed else [(EXPERTS, INNER, HIDDEN), (EXPERTS, INNER, HIDDEN)]
+    shapes = lambda args: [tuple(a.shape) if isinstance(a, torch.Tensor) else a for a in args]  # noqa: E731
+    assert shapes(first) == [(ROWS, HIDDEN), *weights, (EXPERTS, HIDDEN, INNER), (EXPERTS,), 7.0]
+    assert shapes(data) == [
+        (ROWS, HIDDEN),
+        *weights,
+        (EXPERTS, HIDDEN, INNER),
+        (EXPERTS,),
+        (ROWS, INNER),
+        (ROWS, INNER),
+        10.0,
+        True,
+    ]
+    assert data[0] is dout
+    assert grad[:2] == (dout, x)
+    assert grad[3:] == (None, None, packed, True, not packed, True)  # what backward_data returned
+    assert shapes(alone) == [
+        (ROWS, HIDDEN),
+        (ROWS, HIDDEN),
+        (EXPERTS,),
+        (ROWS, 2 * INNER),
+        (ROWS, INNER),
+        packed,
+        True,
+        not packed,
+        True,
+    ]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("moe_experts.launch") is None, reason="the kernels are not here yet")
+def test_launch_has_the_functions_that_are_called():
+    launch = operators._launch()
+    for name, count in {"forward": 6, "backward_data": 9, "weight_grad": 9}.items():
+        assert len(inspect.signature(getattr(launch, name)).parameters) == count
+
+
+@pytest.mark.parametrize(
+    ("needs", "functions"),
+    [
+        ((True, False, False, False), ["backward_data"]),
+        ((False, True, False, False), ["backward_data", "weight_grad"]),
+        ((False, False, True, True), ["backward_data", "weight_grad"]),
+        ((True, False, False, True), ["backward_data", "weight_grad"]),
+    ],
+)
+def test_only_what_is_needed_is_launched(needs, functions, machine, ran):
+    machine(HOPPER)
+    with FakeTensorMode():
+        results = backward(cuda(ROWS, HIDDEN), *needs)
+    assert [seen[1] for seen in ran] == functions
+    assert ran[0][2][-1] is needs[0]
+    if len(ran) == 2:
+        assert ran[1][2][-3:] == needs[1:]
+    else:
+        assert [tuple(r.shape) for r in results[1:]] == [(0,)] * 3
+        assert len({id(r) for r in results}) == 4
+
+
+def test_a_gradient_of_x_that_is_not_needed_is_an_empty_tensor(machine, ran):
+    machine(HOPPER)
+    with FakeTensorMode():
+        dx, *_ = backward(cuda(ROWS, HIDDEN), False, True, True, True)
+    assert (dx.shape, dx.dtype, dx.device.type) == ((0,), torch.bfloat16, "cuda")
+
+
+def test_group_sizes_are_contiguous_for_the_kernels(machine, ran):
+    machine(HOPPER)
+    with FakeTensorMode():
+        *weights, _ = given()
+        operators._forward(cuda(ROWS, HIDDEN), *weights, cuda(2 * EXPERTS, dtype=torch.int64)[::2], 10.0)
+    assert ran[0][2][4].stride() == (1,)
+
+
+@each_call
+@pytest.mark.parametrize("value", [None, "0", "1"])
+def test_group_sizes_are_looked_at_only_if_asked(name, what, call, launched, value, machine, ran, monkeypatch):
+    """With MOE_EXPERTS_CHECK=1, before anything is launched; otherwise nothing reads them, which would wait."""
+    machine(HOPPER)
+    if value is None:
+        monkeypatch.delenv("MOE_EXPERTS_CHECK", raising=False)
+    else:
+        monkeypatch.setenv("MOE_EXPERTS_CHECK", value)
+    looked = []
+    monkeypatch.setattr(
+        arguments, "group_sizes", lambda counts, rows: looked.append((tuple(counts.shape), rows, len(ran)))
+    )
+    with FakeTensorMode():
+        call(cuda(ROWS, HIDDEN))
+    assert looked == ([((EXPERTS,), ROWS, 0)] if value == "1" else [])
+    assert ran
+
+
+def test_dout_is_copied_once_where_it_must_be():
+    """What the kernels cannot read in place; the joint backward copies it for both of its halves."""
+    dout = torch.randn(ROWS, HIDDEN).bfloat16()
+    assert arguments.readable(dout) is dout
+    for strided in (
+        dout[:1].expand(ROWS, HIDDEN),
+        dout.t().contiguous().t(),
+        dout.new_empty(ROWS * HIDDEN + 1)[1:].view(ROWS, HIDDEN).copy_(dout),
+    ):
+        copied = arguments.readable(strided)
+        assert_same_bytes(copied, strided, strides=False)
+        assert copied.is_contiguous()
+        assert copied.data_ptr() % 16 == 0
+        assert copied.data_ptr() != strided.data_ptr()
+
+
+def test_the_joint_backward_reads_dout_once(machine, ran, monkeypatch):
+    copies = []
+    monkeypatch.setattr(arguments, "readable", lambda t: copies.append(t) or t.clone())
+    machine(HOPPER)
+    with FakeTensorMode():
+        backward(cuda(ROWS, HIDDEN), dout=cuda(1, HIDDEN).expand(ROWS, HIDDEN))
+    assert len(copies) == 1
+    assert ran[0][2][0] is ran[1][2][0]
+
+
+@each_call
+def test_another_card_raises(name, what, call, launched, machine, ran):
+    machine(AMPERE)
+    with FakeTensorMode(), pytest.raises(KernelUnavailable, match=rf"^{what} requires SM90, found SM80 \(NVIDIA A100"):
+        call(cuda(ROWS, HIDDEN))
+    assert not ran
+
+
+def test_wrong_arguments_are_reported_first(machine, ran):
+    machine(AMPERE)
+    with FakeTensorMode(), pytest.raises(ValueError, match=r"^x must have dtype bfloat16"):
+        forward(cuda(ROWS, HIDDEN, dtype=torch.float32))
+
+
+@each_call
+def test_a_triton_out_of_range_raises(name, what, call, launched, machine, ran, monkeypatch):
+    machine(HOPPER)
+    installed = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda one: "2.3" if one == "triton" else installed(one))
+    registry.refresh()
+    try:
+        with FakeTensorMode(), pytest.raises(KernelUnavailable, match=r"^moe_experts requires triton.*, found 2\.3"):
+            call(cuda(ROWS, HIDDEN))
+    finally:
+        registry.refresh()
+    assert not ran
+
+
+@each_call
+@pytest.mark.parametrize("card", [HOPPER, AMPERE])
+def test_the_reference_context_runs_the_definition(name, what, call, launched, card, machine, ran):
+    machine(card)
+    with FakeTensorMode(), use_definition():
+        results = call(cuda(ROWS, HIDDEN))
+    assert [seen[:2] for seen in ran] == [("definition", name.removeprefix("moe_experts_"))]
+    if name == "moe_experts_forward":
+        assert (results[-1].dtype, results[-1].device.type, results[-1].ndim) == (torch.bool, "cpu", 0)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_the_flag_says_where_the_caller_was(inside):
+    """As a tensor of its own on the CPU, also where tensors are made elsewhere by default."""
+    with torch.device("meta"), use_definition() if inside else nullcontext():
+        flag, other = operators._used_reference(), operators._used_reference()
+    assert flag.item() is inside
+    assert (flag.dtype, flag.device.type, flag.ndim) == (torch.bool, "cpu", 0)
+    assert flag.data_ptr() != other.data_ptr()
+
+
+@pytest.mark.parametrize("card", [HOPPER, AMPERE])
+def test_a_backward_outside_the_context_remembers_it(card, machine, ran):
+    machine(card)
+    needs = True, True, True, True
+    with FakeTensorMode():
+        backward(cuda(ROWS, HIDDEN), *needs, torch.tensor(True))
+        assert ran.pop()[:2] == ("definition", "backward")
+        if card == HOPPER:
+            backward(cuda(ROWS, HIDDEN), *needs, torch.tensor(False))
+            assert [seen[0] for seen in ran] == ["kernel"] * 2
+            ran.clear()
+            with use_definition():
+                backward(cuda(ROWS, HIDDEN), *needs, torch.tensor(False))
+            assert ran.pop()[:2] == ("definition", "backward")
+    assert not dispatch.reference_requested()
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_backward_runs_what_its_forward_ran(compiled, monkeypatch):
+    """In another thread, as on a GPU; also where one compiled graph runs inside, outside and inside again."""
+    asked = []
+
+    def use_kernel(kernel, tensor, what):
+        asked.append((what, dispatch.reference_requested()))
+        return False
+
+    torch._dynamo.reset()
+    call = torch.compile(moe_experts, fullgraph=True, backend="aot_eager") if compiled else moe_experts
+    monkeypatch.setattr(dispatch, "use_kernel", use_kernel)
+    for inside in (False, True, False, True):
+        t = inputs.operands().requires_grad()
+        with use_definition() if inside else nullcontext():
+            out = call(*t)
+        thread = threading.Thread(target=torch.autograd.backward, args=(out, inputs.cotangent(t)))
+        thread.start()
+        thread.join()
+        assert all(leaf.grad is not None for leaf in t.leaves)
+        assert asked == [("moe_experts", inside), ("the backward of moe_experts", inside)]
+        asked.clear()
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("names", [("x",), ("gate_proj",), ("up_proj", "down_proj")])
+def test_only_what_is_needed_is_asked_for(names, monkeypatch):
+    asked, right = [], reference.backward
+    monkeypatch.setattr(reference, "backward", lambda *args: asked.append(args[-4:]) or right(*args))
+    t = inputs.operands().requires_grad(*names)
+    moe_experts(*t).backward(inputs.cotangent(t))
+    assert asked == [tuple(name in names for name in t._fields[:4])]
+
+
+def test_weights_that_are_not_needed_are_not_multiplied(monkeypatch):
+    """Not even with each other: the definition's products, counted."""
+    products = []
+    right = reference._rounded
+    monkeypatch.setattr(reference, "_rounded", lambda t, dtype: products.append(tuple(t.shape)) or right(t, dtype))
+    for names, count in (((), 0), (("gate_proj",), 1), (("down_proj",), 1), (("gate_proj", "up_proj"), 2), (("x",), 0)):
+        t = inputs.operands((5, 0), 0).requires_grad(*(names or ("x",)))
+        out = moe_experts(*t)
+        products.clear()
+        out.backward(inputs.cotangent(t))
+        weights = [shape for shape in products if shape in ((40, 64), (64, 40))]
+        assert len(weights) == count
+
+
+@each_call
+def test_the_operators_are_registered(name, what, call, launched):
+    for key in ("CPU", "CUDA", "Meta", "Autograd"):
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"moe_experts::{name}", key)
+    operator = getattr(torch.ops.moe_experts, name).default
+    assert torch.Tag.pt2_compliant_tag in operator.tags
+    assert not operator._schema.is_mutable
+    assert all(returned.alias_info is None for returned in operator._schema.returns)
+
+
+def test_the_schemas_are_the_published_ones():
+    """Trainers' checkpointing policies and saved graphs know them."""
+    assert [str(getattr(torch.ops.moe_experts, name).default._schema) for name in CALLS] == [
+        "moe_experts::moe_experts_forward(Tensor x, Tensor gate_proj, Tensor? up_proj, Tensor down_proj,"
+        " Tensor num_tokens_per_expert, float swiglu_limit)"
+        " -> (Tensor out, Tensor gate, Tensor up, Tensor used_reference)",
+        "moe_experts::moe_experts_backward(Tensor dout, Tensor x, Tensor gate_proj, Tensor? up_proj, Tensor down_proj,"
+        " Tensor num_tokens_per_expert, Tensor gate, Tensor up, float swiglu_limit, bool need_x=True,"
+        " bool need_gate=True, bool need_up=True, bool need_down=True, Tensor? used_reference=None)"
+        " -> (Tensor dx, Tensor dw1, Tensor dw3, Tensor dw2)",
+        "moe_experts::moe_experts_backward_data(Tensor dout, Tensor gate_proj, Tensor? up_proj, Tensor down_proj,"
+        " Tensor num_tokens_per_expert, Tensor gate, Tensor up, float swiglu_limit)"
+        " -> (Tensor dx, Tensor dgate_dup, Tensor h)",
+        "moe_experts::moe_experts_weight_grad(Tensor dout, Tensor x, Tensor num_tokens_per_expert, Tensor dgate_dup,"
+        " Tensor h, bool packed) -> (Tensor dw1, Tensor dw3, Tensor dw2)",
+    ]
+
+
+def test_the_package_imports_no_launcher():
+    """Nothing of the kernels is looked at before the first launch."""
+    code = "import sys, moe_experts; print([n for n in sys.modules if n.startswith(('moe_experts.', 'triton'))])"
+    loaded = output_of(start_python(code))
+    assert "moe_experts.reference" in loaded
+    assert "triton" not in loaded
+    assert "launch" not in loaded

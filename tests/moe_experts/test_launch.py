@@ -1,0 +1,222 @@
+"""What the host side launches, with which tensors, on CPU tensors: the launches are recorded and not run."""
+
+import pytest
+import torch
+from hopper_kernels.models import V41_FLASH
+from moe_experts import launch, plan
+from torch import Tensor
+
+from tests.moe_experts.inputs import operands
+
+pytest.importorskip("triton.experimental.gluon")
+FORWARD = ["groups", "gate_up", "product"]
+BACKWARD_DATA = ["groups", "grad_hidden", "product"]
+EMPTY = torch.Size([0])
+
+
+@pytest.fixture(autouse=True)
+def asserted(monkeypatch):
+    """What the device is asked to assert, which no kernel has written here."""
+    found = []
+    monkeypatch.setattr(torch, "_assert_async", lambda flag, message: found.append((flag, message)))
+    return found
+
+
+def names(launches):
+    return [one.kernel.__name__.removesuffix("_kernel") for one in launches]
+
+
+def descriptors(one):
+    return [a for a in one.args if hasattr(a, "block_shape")]
+
+
+def bases(one):
+    """Addresses and shapes of all tensors of a launch, those behind descriptors too."""
+    found = [getattr(a, "base", a) for a in one.args]
+    return [(t.data_ptr(), tuple(t.shape)) for t in found if isinstance(t, Tensor)]
+
+
+def forward(t):
+    return launch.forward(t.x, t.gate_proj, t.up_proj, t.down_proj, t.num_tokens_per_expert, t.swiglu_limit)
+
+
+def backward_data(t, gate, up, need_x=True):
+    dout = torch.zeros_like(t.x)
+    weights = t.gate_proj, t.up_proj, t.down_proj
+    return launch.backward_data(dout, *weights, t.num_tokens_per_expert, gate, up, t.swiglu_limit, need_x)
+
+
+def test_a_step(launches):
+    t = operands()
+    out, gate, up = forward(t)
+    assert names(launches) == FORWARD
+    assert (out.shape, gate.shape, up.shape) == (t.x.shape, (50, 40), (50, 40))
+    launches.clear()
+    dx, dgate_dup, h = backward_data(t, gate, up)
+    assert names(launches) == BACKWARD_DATA
+    assert [one.options.get("PRODUCTS") for one in launches] == [None, None, 2]
+    assert (dx.shape, dgate_dup.shape, h.shape) == (t.x.shape, (50, 80), (50, 40))
+    launches.clear()
+    grads = launch.weight_grad(dx, t.x, t.num_tokens_per_expert, dgate_dup, h, False, True, True, True)
+    assert names(launches) == ["groups", "weight_grad", "weight_grad"]
+    assert [one.args[7] for one in launches[1:]] == [1, 2]  # products
+    assert [g.shape for g in grads] == [t.gate_proj.shape, t.up_proj.shape, t.down_proj.shape]
+
+
+def test_without_rows_nothing_is_launched(launches):
+    t = operands((0, 0, 0), 0)
+    out, gate, up = forward(t)
+    dx, dgate_dup, h = backward_data(t, gate, up)
+    grads = launch.weight_grad(t.x, t.x, t.num_tokens_per_expert, dgate_dup, h, False, True, True, True)
+    assert launches == []
+    assert [len(r) for r in (out, gate, up, dx, dgate_dup, h)] == [0] * 6
+    assert [g.shape for g in grads] == [t.gate_proj.shape, t.up_proj.shape, t.down_proj.shape]
+    assert not any(g.any() for g in grads)
+
+
+def test_the_gradient_of_x_is_left_out_if_nobody_needs_it(launches):
+    t = operands()
+    dx, dgate_dup, h = backward_data(t, t.x.new_zeros(50, 40), t.x.new_zeros(50, 40), need_x=False)
+    assert names(launches) == BACKWARD_DATA[:2]
+    assert dx is None
+    assert (dgate_dup.shape, h.shape) == ((50, 80), (50, 40))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("needs", [(a, b, c) for a in (0, 1) for b in (0, 1) for c in (0, 1)])
+def test_only_needed_weight_gradients(needs, packed, launches):
+    t = operands()
+    need_gate, need_up, need_down = map(bool, needs)
+    dgate_dup, h = t.x.new_zeros(50, 80), t.x.new_zeros(50, 40)
+    found = launch.weight_grad(t.x, t.x, t.num_tokens_per_expert, dgate_dup, h, packed, *map(bool, needs))
+    gate_shape = (3, 80, 64) if packed else (3, 40, 64)
+    need_up = need_up and not packed
+    wanted = [gate_shape if need_gate else EMPTY, (3, 40, 64) if need_up else EMPTY]
+    assert [g.shape for g in found] == [*wanted, (3, 64, 40) if need_down else EMPTY]
+    products = [1] * need_down
+    both = 2 * need_gate if packed else need_gate + need_up
+    products += [both] if both else []
+    assert [one.args[7] for one in launches[1:]] == products
+    if both and (need_gate or not need_up):
+        a, out = descriptors(launches[-1])[0].base, descriptors(launches[-1])[3].base
+        assert a.data_ptr() == dgate_dup.data_ptr()
+        assert out.data_ptr() == found[0].data_ptr()
+    if need_up:
+        other, out = descriptors(launches[-1])[1].base, descriptors(launches[-1])[4].base
+        assert other.data_ptr() == dgate_dup[:, 40:].data_ptr()
+        assert out.data_ptr() == found[1].data_ptr()
+
+
+@pytest.mark.parametrize("what", ["packed", "halves", "slices"])
+def test_weights_are_read_in_place(what, launches):
+    """Both of a packed weight, its halves as two weights, and every second expert: no copy, and its own bytes."""
+    t = operands((3, 2), 0)
+    packed = torch.randn(2, 80, 64).bfloat16()
+    gate_proj, up_proj = packed[:, :40], packed[:, 40:]
+    if what == "packed":
+        t = t._replace(gate_proj=packed, up_proj=None)
+    elif what == "halves":
+        t = t._replace(gate_proj=gate_proj, up_proj=up_proj)
+    else:
+        every = torch.randn(4, 40, 64).bfloat16()
+        gate_proj, up_proj = every[::2], every[1::2]
+        t = t._replace(gate_proj=gate_proj, up_proj=up_proj)
+    _, gate, up = forward(t)
+    backward_data(t, gate, up)
+    for one in (launches[1], launches[5]):
+        found = [d for d in descriptors(one) if len(d.shape) == 3]
+        assert [d.base.data_ptr() for d in found] == [gate_proj.data_ptr(), up_proj.data_ptr()]
+        assert [(d.shape, d.strides) for d in found] == [([2, 40, 64], list(gate_proj.stride()))] * 2
+
+
+def test_results_of_rows_end_with_their_expert(launches):
+    """The descriptors that a kernel stores by: the row is counted from the end of a long dimension, and the address
+    is that of the row, modulo 2^64."""
+    t = operands()
+    _, gate, up = forward(t)
+    _, dgate_dup, h = backward_data(t, gate, up)
+    launch.weight_grad(t.x, t.x, t.num_tokens_per_expert, dgate_dup, h, False, True, True, True)
+    ragged = [d for one in launches for d in descriptors(one) if len(d.shape) == 4]
+    assert len(ragged) == 2 + 1 + 1 + 3 + 3
+    for d in ragged:
+        pitch = d.strides[2]
+        for row, left, column in [(0, 1, 0), (17, 3, 8), (2**29, 2**20, 64)]:
+            at = (plan.BEYOND, row + left, plan.BEYOND - left, column)
+            elements = sum(i * stride for i, stride in zip(at, d.strides, strict=True))
+            assert 2 * elements % 2**64 == 2 * (row * pitch + column)
+            assert at[2] + left == d.shape[2]
+        assert pitch == d.base.stride(0)
+        assert d.shape[3] == d.base.shape[1]
+        assert all(stride < 2**39 for stride in d.strides)  # 2^40 bytes is what TMA takes
+        assert all(size <= 2**31 for size in d.shape)
+
+
+def test_counts_that_cannot_be_are_left_to_the_device(launches, asserted):
+    t = operands()
+    forward(t)
+    ((flag, message),) = asserted
+    assert flag.data_ptr() == launches[0].args[3].data_ptr()
+    assert "num_tokens_per_expert" in message
+
+
+@pytest.mark.parametrize(("rows", "experts"), [(1, 1), (127, 3), (128, 1), (129, 160), (98304, 4), (2**29, 48)])
+def test_the_groups_table_has_room(rows, experts):
+    counts = torch.empty(experts, dtype=torch.int32, device="meta")
+    where = plan.empty_groups(counts, rows)
+    most = -(-rows // plan.ROWS) + experts + 1
+    assert where.tiles.numel() == 4 * (most + 1)
+    assert where.starts.numel() == experts + 1
+    offsets = [part.storage_offset() for part in where]
+    assert all(offset % 4 == 0 for offset in offsets)
+    assert where.tiles.storage_offset() + where.tiles.numel() <= where.valid.storage_offset()
+    assert where.valid.storage_offset() + 4 == where.starts.storage_offset()
+
+
+def compiled_for(one):
+    """What a compilation depends on."""
+    kinds = [
+        (t.base.dtype, *t.block_shape) if hasattr(t, "block_shape") else getattr(t, "dtype", type(t)) for t in one.args
+    ]
+    return one.kernel.__name__, tuple(kinds), tuple(sorted(one.options.items()))
+
+
+def test_what_is_compiled_ahead_is_what_a_model_launches(launches):
+    """Counts of either type: nothing else, and nothing in vain."""
+    hidden, inner = V41_FLASH.hidden, V41_FLASH.moe_intermediate
+    for dtype in (torch.int32, torch.int64):
+        t = operands((2, 0, 1, 1), 1, hidden, inner)
+        t = t._replace(num_tokens_per_expert=t.num_tokens_per_expert.to(dtype))
+        out, gate, up = forward(t)
+        _, dgate_dup, h = backward_data(t, gate, up)
+        launch.weight_grad(out, t.x, t.num_tokens_per_expert, dgate_dup, h, False, True, True, True)
+    wanted = {compiled_for(one) for one in launches}
+    found = [compiled_for(variant.compile.__self__) for variant in launch.variants()]
+    assert len(set(found)) == len(found)
+    assert set(found) == wanted
+
+
+def test_the_kernels_know_the_constants_of_the_plan():
+    tiles = pytest.importorskip("moe_experts.kernels.tiles")
+    for name in ("ROWS", "HALF", "COLUMNS", "DEPTH", "PANEL"):
+        assert getattr(tiles, name).value == getattr(plan, name), name
+    assert tiles.PANELS.value * plan.PANEL == plan.COLUMNS
+
+
+def test_the_stride_of_one_index_does_not_matter():
+    """PyTorch calls a tensor contiguous whatever the strides of its dimensions of size 1 are; TMA wants multiples of 16
+    bytes."""
+    base = torch.zeros(3 * 64 * 40).bfloat16()
+    assert plan.strides(base.as_strided((1, 40, 64), (7, 64, 1))) == [2560, 64, 1]
+    assert plan.strides(base.as_strided((1, 64), (3, 1))) == [64, 1]
+    assert plan.strides(base.as_strided((1, 1, 64), (1, 1, 1))) == [64, 64, 1]
+    assert plan.strides(base.as_strided((2, 40, 64), (5120, 64, 1))) == [5120, 64, 1]
+    assert plan.strides(base.as_strided((3, 40, 64), (0, 64, 1))) == [0, 64, 1]
+
+
+def test_one_expert_and_one_row_with_odd_strides(launches):
+    t = operands((1,), 0)
+    x = t.x.as_strided((1, 64), (1, 1))
+    weights = [w.as_strided(w.shape, (1, *w.stride()[1:])) for w in t[1:4]]
+    forward(t._replace(x=x, gate_proj=weights[0], up_proj=weights[1], down_proj=weights[2]))
+    found = [d.strides for one in launches for d in descriptors(one)]
+    assert all(stride % 8 == 0 for strides in found for stride in strides[:-1])

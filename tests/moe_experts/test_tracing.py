@@ -1,0 +1,248 @@
+"""opcheck, FakeTensors and torch.compile: what a traced call promises is what a real one returns."""
+
+import math
+
+import pytest
+import torch
+from moe_experts import (
+    moe_experts,
+    moe_experts_backward,
+    moe_experts_backward_data,
+    moe_experts_forward,
+    moe_experts_weight_grad,
+)
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.library import opcheck
+from torch.utils.checkpoint import checkpoint
+
+from tests.moe_experts import inputs
+from tests.support.compare import assert_same_bytes
+
+OPERATORS = torch.ops.moe_experts
+UTILITIES = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic", "test_autograd_registration")
+each_form = pytest.mark.parametrize("form", ["separate", "packed"])
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def operands(form, groups=(4, 0, 5), tail=2, hidden=16, inner=24, limit=1.0):
+    """Zeros in the tail: opcheck compares results, in which NaN is not equal to itself."""
+    t = inputs.operands(groups, tail, hidden, inner, limit=limit)
+    t.x[t.owned :] = 0
+    return t.packed() if form == "packed" else t
+
+
+def halves(t):
+    """Gate and up as halves of one tensor, experts as a slice, group sizes with a stride."""
+    if t.up_proj is not None:
+        packed = torch.cat((t.gate_proj, t.up_proj), dim=1)
+        gate, up = packed.chunk(2, dim=1)
+        t = t._replace(gate_proj=gate, up_proj=up)
+    down = torch.cat((t.down_proj[:1], t.down_proj))[1:]
+    return t._replace(down_proj=down, num_tokens_per_expert=t[4].int().repeat_interleave(2)[::2])
+
+
+def calls(t):
+    """The operators with all arguments, and with other strides."""
+    dout = inputs.cotangent(t).nan_to_num()
+    _, gate, up, used = OPERATORS.moe_experts_forward(*t)
+    saved = *t[:5], gate, up, t.swiglu_limit
+    data = OPERATORS.moe_experts_backward_data(dout, *t[1:5], gate, up, 1.0)
+    strided = dout.t().contiguous().t()
+    backward, weight_grad = OPERATORS.moe_experts_backward.default, OPERATORS.moe_experts_weight_grad.default
+    return [
+        (OPERATORS.moe_experts_forward.default, tuple(t)),
+        (OPERATORS.moe_experts_forward.default, (*halves(t)[:5], math.inf)),
+        (backward, (dout, *saved)),
+        (backward, (strided, *halves(t)[:5], *saved[5:])),
+        (backward, (dout, *saved, False, True, False, True, used)),
+        (backward, (dout, *saved, True, False, True, False, used)),
+        (backward, (dout, *saved, True, False, False, False, None)),
+        (OPERATORS.moe_experts_backward_data.default, (dout, *saved[1:])),
+        (OPERATORS.moe_experts_backward_data.default, (strided, *halves(t)[1:5], *saved[5:])),
+        (weight_grad, (dout, t.x, t[4], *data[1:], t.up_proj is None)),
+        (weight_grad, (strided, t.x, t[4].int(), *data[1:], t.up_proj is None)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("form", "groups", "tail"),
+    [
+        ("separate", (4, 0, 5), 2),
+        ("packed", (4, 0, 5), 2),
+        ("packed", (3,), 0),
+        ("separate", (1,), 0),
+        ("separate", (0, 0), 0),
+        ("packed", (0, 0), 3),
+    ],
+    ids=str,
+)
+def test_opcheck(form, groups, tail):
+    for operator, arguments in calls(operands(form, groups, tail)):
+        opcheck(operator, arguments, test_utils=UTILITIES)
+
+
+@each_form
+def test_opcheck_with_gradients(form):
+    t = operands(form)
+    for strided in (t, halves(t)):
+        leaves = strided._replace(
+            **{n: getattr(strided, n).detach().requires_grad_() for n in t._fields[:4] if getattr(t, n) is not None}
+        )
+        opcheck(OPERATORS.moe_experts_forward.default, tuple(leaves), test_utils=UTILITIES)
+    opcheck(OPERATORS.moe_experts_forward.default, tuple(t.requires_grad("down_proj")), test_utils=UTILITIES)
+
+
+def facts(t):
+    return t.dtype, tuple(t.shape), t.stride(), t.storage_offset(), t.device.type
+
+
+@each_form
+@pytest.mark.parametrize(("groups", "tail", "hidden", "inner"), inputs.SHAPES)
+def test_fake_operators_promise_what_real_ones_return(form, groups, tail, hidden, inner):
+    for operator, arguments in calls(operands(form, groups, tail, hidden, inner)):
+        real = operator(*arguments)
+        mode = FakeTensorMode()
+        with mode:
+            fake = operator(*(mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in arguments))
+        assert [facts(f) for f in fake] == [facts(r) for r in real]
+        assert all(r.is_contiguous() for r in real)
+
+
+def test_fake_cuda_tensors_without_a_gpu():
+    """No data is read: group sizes that cannot be are not seen."""
+    with FakeTensorMode():
+        t = inputs.operands()
+        t = t._replace(**{n: v.to("cuda") for n, v in zip(t._fields, t, strict=True) if isinstance(v, torch.Tensor)})
+        counts = torch.full((3,), -1, device="cuda")
+        out, gate, up = moe_experts_forward(*t._replace(num_tokens_per_expert=counts))
+        grads = moe_experts_backward(torch.empty_like(out), *t[:5], gate, up, 10.0)
+    assert {v.device.type for v in (out, gate, up, *grads)} == {"cuda"}
+    assert [tuple(v.shape) for v in (out, gate, up)] == [(50, 64), (50, 40), (50, 40)]
+    assert [tuple(g.shape) for g in grads] == [(50, 64), (3, 40, 64), (3, 40, 64), (3, 64, 40)]
+
+
+def layer(*t):
+    """As a model calls it: on intermediate rows, with work around it."""
+    x, *rest = t
+    return moe_experts(x * 2, *rest) + 1
+
+
+def gradients(function, t):
+    leaves = t.requires_grad()
+    out = function(*leaves)
+    torch.manual_seed(0)
+    return [out.detach(), *torch.autograd.grad(out, leaves.leaves, torch.randn(out.shape).bfloat16())]
+
+
+def assert_compiled_like_eager(compiled, function, t):
+    for got, want in zip(gradients(compiled, t), gradients(function, t), strict=True):
+        assert_same_bytes(got, want)
+
+
+@each_form
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_row_counts_compile_twice_at_most(form, dynamic):
+    """The first count, then a dynamic one; with dynamic=True once. PyTorch itself specialises 0 and 1."""
+    counter, compilations = CompileCounterWithBackend("aot_eager"), []
+    compiled = torch.compile(layer, fullgraph=True, backend=counter, dynamic=dynamic)
+    for groups, tail in [
+        ((4, 0, 5), 2), ((4, 1, 5), 2), ((0, 0, 2), 0), ((60, 40, 30), 0), ((0, 0, 0), 64), ((9, 9, 9), 50),
+        ((0, 0, 0), 0), ((0, 1, 0), 0), ((0, 0, 0), 0), ((7, 7, 7), 0),
+    ]:  # fmt: skip
+        assert_compiled_like_eager(compiled, layer, operands(form, groups, tail))
+        compilations.append(counter.frame_count)
+    first = compilations[0]
+    assert compilations[1:6] == [first if dynamic else first + 1] * 5
+    assert compilations[-1] <= compilations[5] + 2
+
+
+def test_other_routings_of_as_many_rows_compile_nothing():
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, fullgraph=True, backend=counter)
+    for groups in ((4, 0, 5), (9, 0, 0), (0, 0, 9), (3, 3, 3), (0, 0, 0)):
+        assert_compiled_like_eager(compiled, layer, operands("separate", groups, 11 - sum(groups)))
+    assert counter.frame_count == 1
+
+
+@each_form
+@pytest.mark.parametrize("names", [("x",), ("down_proj",), ("x", "gate_proj")], ids=str)
+def test_compiled_with_frozen_operands(form, names):
+    t = operands(form)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    grads = []
+    for function in (compiled, layer):
+        leaves = t.requires_grad(*names)
+        function(*leaves).float().square().sum().backward()
+        grads.append([leaf.grad for leaf in leaves.leaves])
+    for got, want in zip(*grads, strict=True):
+        assert (got is None) == (want is None)
+        assert want is None or torch.equal(got, want)
+
+
+@each_form
+def test_compiled_with_the_partitioner_of_the_default_backend(form):
+    """It chooses what is saved and what is recomputed."""
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager_decomp_partition")
+    assert_compiled_like_eager(compiled, layer, operands(form))
+
+
+@each_form
+def test_a_compiled_step_with_the_backward_in_halves(form):
+    """The forward and the halves of the backward in one graph."""
+
+    def step(dout, x, gate_proj, up_proj, down_proj, counts):
+        out, gate, up = moe_experts_forward(x, gate_proj, up_proj, down_proj, counts, 1.0)
+        dx, dgate_dup, h = moe_experts_backward_data(dout, gate_proj, up_proj, down_proj, counts, gate, up, 1.0)
+        return out, dx, *moe_experts_weight_grad(dout, x, counts, dgate_dup, h, up_proj is None)
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=True)
+    for groups in ((4, 0, 5), (8, 3, 1)):
+        t = operands(form, groups)
+        dout = inputs.cotangent(t)
+        for got, want in zip(compiled(dout, *t[:5]), step(dout, *t[:5]), strict=True):
+            assert_same_bytes(got, want)
+
+
+def test_strided_weights_compile():
+    t = halves(operands("separate"))
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    assert_same_bytes(compiled(*t), layer(*t))
+
+
+def test_limits_may_change():
+    """Floats that Dynamo made symbolic pass the checks."""
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
+    t = operands("separate")
+    for limit in (1.0, 0.25, 7.0, math.inf):
+        assert_same_bytes(compiled(*t[:5], limit), layer(*t[:5], limit))
+
+
+def test_compiled_checkpoint():
+    def recomputed(*t):
+        return checkpoint(layer, *t, use_reentrant=False)
+
+    compiled = torch.compile(recomputed, fullgraph=True, backend="aot_eager")
+    assert_compiled_like_eager(compiled, layer, operands("separate"))
+
+
+def test_wrong_arguments_raise_while_tracing():
+    t = operands("separate")
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match="x must have dtype bfloat16, got float32"):
+        compiled(t.x.float(), *t[1:])
+
+
+def test_traced_with_symbolic_sizes_after_functionalization():
+    """There tensors are no subclass and have sizes that cannot be hashed."""
+    t, other = operands("separate"), operands("separate", (9, 1, 2))
+    f = torch.func.functionalize(lambda *a: moe_experts(*a, 1.0))
+    graph = make_fx(f, tracing_mode="symbolic")(*t[:5])
+    assert torch.equal(graph(*other[:5]), moe_experts(*other[:5], 1.0))
