@@ -36,73 +36,68 @@ def _swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
     return torch.nn.functional.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
 
 
-class Products(NamedTuple):
-    """The products of a step, each a call that returns (rows, columns) or (experts, rows, columns)."""
+class Operands(NamedTuple):
+    """What the products of a step multiply, bf16, and the sizes of the groups.
 
-    gate_up: Callable[[], Tensor]
-    down: Callable[[], Tensor]
-    grad_hidden: Callable[[], Tensor]
-    grad_x: Callable[[], Tensor]
-    down_grad: Callable[[], Tensor]
-    gate_up_grad: Callable[[], Tensor]
-
-
-def weight_grads(counts: Tensor, x: Tensor, dout: Tensor, hidden: Tensor, grad_gate_up: Tensor) -> dict[str, Callable]:
-    """The weight gradients by `torch._grouped_mm`."""
-    ends = counts.cumsum(0).int()
-    return {
-        "down_grad": lambda: torch._grouped_mm(dout.t(), hidden, offs=ends),
-        "gate_up_grad": lambda: torch._grouped_mm(grad_gate_up.t(), x, offs=ends),
-    }
-
-
-def grouped_mm_products(
-    counts: Tensor, x: Tensor, dout: Tensor, hidden: Tensor, grad_gate_up: Tensor, gate_up: Tensor, down: Tensor
-) -> Products:
-    """All by `torch._grouped_mm`, with gate and up projection packed."""
-    ends = counts.cumsum(0).int()
-    return Products(
-        lambda: torch._grouped_mm(x, gate_up.transpose(1, 2), offs=ends),
-        lambda: torch._grouped_mm(hidden, down.transpose(1, 2), offs=ends),
-        lambda: torch._grouped_mm(dout, down, offs=ends),
-        lambda: torch._grouped_mm(grad_gate_up, gate_up, offs=ends),
-        **weight_grads(counts, x, dout, hidden, grad_gate_up),
-    )
-
-
-def deep_gemm_products(
-    counts: Tensor, x: Tensor, dout: Tensor, hidden: Tensor, grad_gate_up: Tensor, gate_up: Tensor, down: Tensor
-) -> Products:
-    """DeepGEMM's grouped product, and for the weight gradients `torch._grouped_mm`.
-
-    Rows are put where DeepGEMM wants them and weights transposed beforehand, and that is not part of the calls; a
-    result has the experts' rows, taken out outside the products' own memory.
+    x, dout (M, H), hidden (M, I), grad_gate_up (M, 2I); gate_up (E, 2I, H), down (E, H, I); counts (E,).
     """
+
+    x: Tensor
+    dout: Tensor
+    hidden: Tensor
+    grad_gate_up: Tensor
+    gate_up: Tensor
+    down: Tensor
+    counts: Tensor
+
+    def rows_and_weights(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Of each product of rows: the rows, and the weights (E, terms, columns)."""
+        return {
+            "gate_up": (self.x, self.gate_up.transpose(1, 2)),
+            "down": (self.hidden, self.down.transpose(1, 2)),
+            "grad_hidden": (self.dout, self.down),
+            "grad_x": (self.grad_gate_up, self.gate_up),
+        }
+
+    def sums_of_rows(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Of each weight gradient a^T b: a and b."""
+        return {"down_grad": (self.dout, self.hidden), "gate_up_grad": (self.grad_gate_up, self.x)}
+
+
+Product = Callable[[], tuple[Tensor, Tensor | None]]
+"""A call that returns a product of rows and where the experts' rows are in it, None for: as in the operands; or a
+weight gradient (E, rows, columns) and None."""
+
+
+def by_grouped_mm(o: Operands, name: str) -> Product:
+    """A product by `torch._grouped_mm`, with gate and up projection packed."""
+    ends = o.counts.cumsum(0).int()
+    if name in o.sums_of_rows():
+        a, b = o.sums_of_rows()[name]
+        return lambda: (torch._grouped_mm(a.t(), b, offs=ends), None)
+    rows, weights = o.rows_and_weights()[name]
+    return lambda: (torch._grouped_mm(rows, weights, offs=ends), None)
+
+
+def by_deep_gemm(o: Operands, name: str) -> Product:
+    """A product of rows by DeepGEMM. Before, and not in the call: rows are put where it wants them, weights
+    transposed."""
     import deep_gemm
 
-    sizes = counts.tolist()
+    rows, weights = o.rows_and_weights()[name]
+    sizes = o.counts.tolist()
     padded = [-(-size // TILE) * TILE for size in sizes]
     starts = [sum(padded[:e]) for e in range(len(sizes))]
-    own = torch.cat([torch.arange(s, s + n, device=x.device) for s, n in zip(starts, sizes, strict=True)])
-    numbers = torch.arange(len(sizes), dtype=torch.int32, device=x.device)
-    layout = torch.repeat_interleave(numbers, torch.tensor(padded, device=x.device))
+    own = torch.cat([torch.arange(s, s + n, device=rows.device) for s, n in zip(starts, sizes, strict=True)])
+    experts = torch.arange(len(sizes), dtype=torch.int32, device=rows.device)
+    layout = torch.repeat_interleave(experts, torch.tensor(padded, device=rows.device))
+    a = rows.new_zeros(sum(padded), rows.shape[1])
+    a[own] = rows
+    b = weights.transpose(1, 2).contiguous()
+    out = rows.new_empty(sum(padded), b.shape[1])
 
-    def product(rows: Tensor, weights: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
-        a = rows.new_zeros(sum(padded), rows.shape[1])
-        a[own] = rows
-        weights = weights.contiguous()
-        out = rows.new_empty(sum(padded), weights.shape[1])
+    def call() -> tuple[Tensor, Tensor]:
+        deep_gemm.m_grouped_bf16_gemm_nt_contiguous(a, b, out, layout)
+        return out, own
 
-        def call() -> tuple[Tensor, Tensor]:
-            deep_gemm.m_grouped_bf16_gemm_nt_contiguous(a, weights, out, layout)
-            return out, own
-
-        return call
-
-    return Products(
-        product(x, gate_up),
-        product(hidden, down),
-        product(dout, down.transpose(1, 2)),
-        product(grad_gate_up, gate_up.transpose(1, 2)),
-        **weight_grads(counts, x, dout, hidden, grad_gate_up),
-    )
+    return call

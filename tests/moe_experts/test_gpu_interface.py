@@ -8,7 +8,7 @@ import torch
 from hopper_kernels import launcher, registry
 from moe_experts import launch, moe_experts, unsupported_shape_reason
 
-from tests.moe_experts import gpu_calls
+from tests.moe_experts import on_gpu
 from tests.support.process import output_of, start_python
 
 pytestmark = pytest.mark.gpu
@@ -25,36 +25,34 @@ print(moe_experts(x, weight, None, down, torch.tensor([2]), 2.0)[:, 0].tolist())
 # As a trainer calls: V4.1's sizes, counts of either type, gradients of everything, then with frozen operands.
 CALLS = """
 import torch
-from tests.moe_experts import gpu_calls
+from tests.moe_experts import on_gpu
 for groups, tail in (((300, 0, 45, 130), 7), ((1, 0, 0, 0), 0)):
-    for form in ("separate", "packed"):
-        t = gpu_calls.operands(form, groups, tail, 5120, 2304)
-        dout = gpu_calls.cotangent(t)
+    for packed in (False, True):
+        t, dout = on_gpu.operands(groups, tail, on_gpu.HIDDEN, on_gpu.INNER, packed=packed)
         for counts in (t.num_tokens_per_expert, t.num_tokens_per_expert.int()):
-            gpu_calls.everything(t._replace(num_tokens_per_expert=counts), dout)
-        for name in gpu_calls.names_of(t):
-            gpu_calls.gradients(t, dout, [name])
+            on_gpu.everything(t._replace(num_tokens_per_expert=counts), dout)
+        for name in on_gpu.names_of(t):
+            on_gpu.gradients(t, dout, [name])
 torch.cuda.synchronize()
 """
 CAPTURE_FIRST = """
 import torch
-from tests.moe_experts import gpu_calls
+from tests.moe_experts import on_gpu
 torch.manual_seed(0)
-t = gpu_calls.operands()
-dout = gpu_calls.cotangent(t)
-expected = gpu_calls.exact(t, dout)
+t, dout = on_gpu.operands()
+on_gpu.definition64(t, dout)
 torch.cuda.synchronize()
 graph = torch.cuda.CUDAGraph()
 try:
     with torch.cuda.graph(graph):
-        found = gpu_calls.gradients(t, dout)
+        found = on_gpu.gradients(t, dout)
 except Exception as error:
     assert "captur" in str(error), f"the error must mention the capture: {type(error).__name__}: {error}"
     print("refused")
 else:
     graph.replay()
     torch.cuda.synchronize()
-    gpu_calls.assert_accurate(found, expected)
+    on_gpu.assert_accurate(t, dout, found)
     print("works")
 """
 
@@ -116,11 +114,9 @@ def test_no_visible_device():
 def test_shapes_said_to_be_taken_are_taken(hidden):
     """And the others raise, with that reason."""
     for inner in (4, 8, 20, 40, 136):
-        t = gpu_calls.operands("separate", (3, 0, 9), 2, hidden, inner)
-        dout = gpu_calls.cotangent(t)
+        t, dout = on_gpu.operands((3, 0, 9), 2, hidden, inner)
         if (reason := unsupported_shape_reason(hidden, inner)) is None:
-            found = gpu_calls.gradients(t, dout)
-            gpu_calls.assert_accurate(found, gpu_calls.exact(t, dout), f"{hidden} x {inner}", gpu_calls.FEW)
+            on_gpu.assert_accurate(t, dout, on_gpu.gradients(t, dout), f"{hidden} x {inner}", on_gpu.FEW)
         else:
             with pytest.raises(ValueError, match=f"^{re.escape(reason)}$"):
                 moe_experts(*t)
@@ -129,10 +125,10 @@ def test_shapes_said_to_be_taken_are_taken(hidden):
 def sample_calls(rows, hidden, inner):
     """Operands and cotangents: separate and packed weights, counts of either type."""
     found = []
-    for form in ("separate", "packed"):
-        t = gpu_calls.operands(form, (rows, 0, rows // 2, 1), 5, hidden, inner)
+    for packed in (False, True):
+        t, dout = on_gpu.operands((rows, 0, rows // 2, 1), 5, hidden, inner, packed=packed)
         for counts in (t.num_tokens_per_expert, t.num_tokens_per_expert.int()):
-            found.append((t._replace(num_tokens_per_expert=counts), gpu_calls.cotangent(t)))
+            found.append((t._replace(num_tokens_per_expert=counts), dout))
     return found
 
 
@@ -141,7 +137,7 @@ def test_later_launches_do_without_tritons_own(monkeypatch):
     from triton.runtime.jit import JITFunction
 
     for t, dout in sample_calls(130, 136, 72):
-        gpu_calls.everything(t, dout)
+        on_gpu.everything(t, dout)
     others = [call for sizes in ((130, 136, 72), (300, 264, 520), (1, 8, 8)) for call in sample_calls(*sizes)]
 
     def refuse(*args, **options):
@@ -149,13 +145,13 @@ def test_later_launches_do_without_tritons_own(monkeypatch):
 
     monkeypatch.setattr(JITFunction, "run", refuse)
     for t, dout in others:
-        gpu_calls.everything(t, dout)
-        gpu_calls.assert_accurate(gpu_calls.gradients(t, dout), gpu_calls.exact(t, dout), bound=gpu_calls.FEW)
+        on_gpu.everything(t, dout)
+        on_gpu.assert_accurate(t, dout, on_gpu.gradients(t, dout), bound=on_gpu.FEW)
     kept = dict(launcher._compiled)
     launcher._compiled.clear()
     try:
         with pytest.raises(AssertionError, match="went through"):
-            gpu_calls.everything(t, dout)
+            on_gpu.everything(t, dout)
     finally:
         launcher._compiled.update(kept)
 
@@ -166,12 +162,12 @@ def test_both_ways_of_launching_give_the_same_bytes(sizes, monkeypatch):
 
     calls = sample_calls(*sizes)
     for t, dout in calls:
-        gpu_calls.everything(t, dout)
-    fast = [gpu_calls.everything(t, dout) for t, dout in calls]
+        on_gpu.everything(t, dout)
+    fast = [on_gpu.everything(t, dout) for t, dout in calls]
     count = []
     run = JITFunction.run
     monkeypatch.setattr(JITFunction, "run", lambda *args, **options: count.append(1) or run(*args, **options))
     monkeypatch.setattr(launcher.Launch, "_key", lambda self: (None, []))
     for (t, dout), wanted in zip(calls, fast, strict=True):
-        gpu_calls.assert_same(gpu_calls.everything(t, dout), wanted)
+        on_gpu.assert_same(on_gpu.everything(t, dout), wanted)
     assert len(count) > 20

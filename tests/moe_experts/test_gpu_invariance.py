@@ -4,10 +4,17 @@ import gc
 
 import pytest
 import torch
-from moe_experts import moe_experts, moe_experts_weight_grad, plan
+from moe_experts import (
+    moe_experts,
+    moe_experts_backward_data,
+    moe_experts_forward,
+    moe_experts_weight_grad,
+    plan,
+)
 
 from tests.moe_experts import on_gpu
-from tests.moe_experts.on_gpu import HIDDEN, INNER
+from tests.moe_experts.inputs import Operands
+from tests.moe_experts.on_gpu import HIDDEN, INNER, ROWS, WEIGHTS
 from tests.support import memory
 from tests.support.compare import assert_same_bytes
 from tests.support.device import capture, no_sync, repeat_bytes, side_stream
@@ -15,8 +22,6 @@ from tests.support.device import capture, no_sync, repeat_bytes, side_stream
 pytestmark = pytest.mark.gpu
 SHAPES = {"small": ((70, 0, 129, 3), 9, 136, 264), "wide": ((300, 500, 0, 257), 20, HIDDEN, INNER)}
 each_shape = pytest.mark.parametrize("shape", list(SHAPES.values()), ids=list(SHAPES))
-ROWS = ("out", "gate", "up", "dx", "dgate_dup", "h")
-WEIGHTS = ("dw1", "dw3", "dw2")
 
 
 @each_shape
@@ -30,6 +35,19 @@ def test_repeats_at_any_number_of_steps():
     for hidden in (8, 64, 128, 192, 320, 2560):
         t, dout = on_gpu.operands((130, 2, 300), 1, hidden, 72)
         on_gpu.assert_right(t, dout, repeat_bytes(lambda t=t, dout=dout: on_gpu.step(t, dout), 30))
+
+
+def test_shared_memory_is_not_seen():
+    """What a program finds there is what an earlier one left: NaN in every slot of the rings and every panel."""
+    for hidden in (64, 128, 192, 2560):  # 1, 2, 3 and 40 steps
+        t, dout = on_gpu.operands((130, 0, 300), 1, hidden, 72)
+        bad = Operands(*(torch.full_like(v, float("nan")) for v in t[:4]), *t[4:])
+        wanted = on_gpu.step(t, dout)
+        on_gpu.assert_right(t, dout, wanted)
+        for _ in range(250):
+            on_gpu.step(bad, bad.x)
+            found = on_gpu.step(t, dout)
+            on_gpu.assert_same(found, wanted, f"{hidden} channels")
 
 
 @each_shape
@@ -70,9 +88,9 @@ def test_a_row_and_an_expert_do_not_depend_on_the_others(shape):
         )
         found = on_gpu.step(part, dout[rows])
         for name in ROWS:
-            assert_same_bytes(getattr(found, name), getattr(whole, name)[rows], f"{experts} {name}")
+            assert_same_bytes(found[name], whole[name][rows], f"{experts} {name}")
         for name in WEIGHTS:
-            assert_same_bytes(getattr(found, name), getattr(whole, name)[experts], f"{experts} {name}")
+            assert_same_bytes(found[name], whole[name][experts], f"{experts} {name}")
 
 
 def test_a_row_does_not_depend_on_its_place():
@@ -84,7 +102,7 @@ def test_a_row_does_not_depend_on_its_place():
         part = t._replace(x=t.x[rows], num_tokens_per_expert=torch.tensor([count], device=t.x.device))
         found = on_gpu.step(part, dout[rows])
         for name in ROWS:
-            assert_same_bytes(getattr(found, name), getattr(whole, name)[rows], name)
+            assert_same_bytes(found[name], whole[name][rows], name)
 
 
 @each_shape
@@ -114,21 +132,11 @@ def test_weights_in_place(change):
     on_gpu.assert_same(on_gpu.step(views, dout), on_gpu.step(copies, dout))
 
 
-def _all(x, gate_proj, up_proj, down_proj, counts, dout):
-    """Result and gradients by autograd."""
-    leaves = [v.detach().requires_grad_() for v in (x, gate_proj, up_proj, down_proj)]
-    out = moe_experts(*leaves, counts, 10.0)
-    return out.detach(), *torch.autograd.grad(out, leaves, dout)
-
-
 @each_shape
 def test_side_stream(shape):
     t, dout = on_gpu.operands(*shape)
-    arguments = (*t[:5], dout)
-    wanted = _all(*arguments)
-    found = side_stream(_all, *arguments)
-    for got, want in zip(found, wanted, strict=True):
-        assert_same_bytes(got, want, "on a side stream")
+    found = side_stream(lambda *late: on_gpu.gradients(Operands(*late[:-1]), late[-1]), *t, dout)
+    on_gpu.assert_same(found, on_gpu.gradients(t, dout))
 
 
 @each_shape
@@ -138,12 +146,22 @@ def test_graph_of_other_counts(shape):
     counts, rows = t.num_tokens_per_expert, len(t.x)
     t.x.normal_()
     dout.normal_()
-    graph = capture(lambda: _all(*t[:5], dout))
+    graph = capture(lambda: on_gpu.gradients(t, dout))
     for sizes in ([rows, 0, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, rows], counts.tolist()):
         counts.copy_(torch.tensor(sizes))
         t.x.normal_()
-        for got, want in zip(graph.replay(), _all(*t[:5], dout), strict=True):
-            assert_same_bytes(got, want, str(sizes))
+        on_gpu.assert_same(graph.replay(), on_gpu.gradients(t, dout), str(sizes))
+
+
+def test_graph_without_rows():
+    """None of the kernels is launched then, in a capture too; the graph runs what stands beside the calls."""
+    t, dout = on_gpu.operands((0, 0), 0)
+    counter = torch.zeros((), device=on_gpu.DEVICE)
+    graph = capture(lambda: [counter.add_(1), on_gpu.gradients(t, dout)], warm_up=1)
+    _, found = graph.replay()
+    on_gpu.assert_same(found, on_gpu.gradients(t, dout))
+    assert counter.item() == 2
+    assert not any(found[name].any() for name in WEIGHTS)
 
 
 @each_shape
@@ -156,38 +174,18 @@ def test_two_streams_at_once(shape):
         found = []
         for (t, dout), stream in zip(calls, streams, strict=True):
             with torch.cuda.stream(stream):
-                found.append(_all(*t[:5], dout))
+                found.append(on_gpu.gradients(t, dout))
         torch.cuda.synchronize()
         for got, want in zip(found, wanted, strict=True):
-            for one, name in zip(got, ("out", "dx", "dw1", "dw3", "dw2"), strict=True):
-                assert_same_bytes(one, getattr(want, name), name)
+            on_gpu.assert_same(got, want, names=got)
 
 
 @each_shape
 def test_nothing_synchronises(shape):
     t, dout = on_gpu.operands(*shape)
-    _all(*t[:5], dout)
+    on_gpu.gradients(t, dout)
     with no_sync():
-        _all(*t[:5], dout)
-
-
-def test_many_sizes_compile_nothing_new():
-    """Any number of rows and experts, any widths: the kernels have them as arguments."""
-    from moe_experts.kernels import gate_up, grad_hidden, products, weight_grad
-
-    kernels = gate_up.gate_up_kernel, grad_hidden.grad_hidden_kernel, products.product_kernel
-    kernels += (weight_grad.weight_grad_kernel,)
-
-    def compiled():
-        return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())
-
-    on_gpu.step(*on_gpu.operands((5, 3), 1, 64, 40))
-    before = compiled()
-    for i in range(20):
-        groups = tuple((j * 31 + i) % 90 for j in range(1 + i % 7))
-        t, dout = on_gpu.operands(groups, i % 3, 8 * (1 + i), 8 * (20 - i))
-        on_gpu.assert_right(t, dout, on_gpu.step(t, dout))
-    assert compiled() == before
+        on_gpu.gradients(t, dout)
 
 
 @each_shape
@@ -196,20 +194,17 @@ def test_memory(shape):
     t, dout = on_gpu.operands(*shape)
     rows, inner, experts = len(t.x), t.down_proj.shape[2], len(t.down_proj)
     table = 4 * (4 * (plan.most_tiles(rows, experts) + 2) + experts + 1)
-    weights = t.gate_proj, t.up_proj, t.down_proj
     with torch.no_grad():
-        out, peak = memory.peak_of(lambda: moe_experts(t.x, *weights, t.num_tokens_per_expert, t.swiglu_limit))
+        out, peak = memory.peak_of(lambda: moe_experts(*t))
     kept = 2 * 2 * rows * inner  # gate and up
     assert peak <= out.nbytes + kept + 2 * rows * inner + table + 2048
     before = memory.allocated()
-    leaves = [v.detach().requires_grad_() for v in t[:4]]
-    out = moe_experts(*leaves, t.num_tokens_per_expert, t.swiglu_limit)
+    out = moe_experts(*(v.detach().requires_grad_() for v in t[:4]), *t[4:])
     now = memory.allocated()
     assert now - before <= out.nbytes + kept + 4096
     del out
-    results, peak = memory.peak_of(lambda: _all(*t[:5], dout))
-    grads = sum(r.nbytes for r in results[1:])
-    assert peak <= results[0].nbytes + kept + grads + 2 * 3 * rows * inner + table + 8192
+    results, peak = memory.peak_of(lambda: on_gpu.gradients(t, dout))
+    assert peak <= sum(r.nbytes for r in results.values()) + kept + 2 * 3 * rows * inner + table + 8192
 
 
 @pytest.mark.parametrize("current", [0, 1])
@@ -218,18 +213,17 @@ def test_second_device(current):
     if torch.cuda.device_count() < 2:
         pytest.skip("requires two CUDA devices")
     t, dout = on_gpu.operands(*SHAPES["small"])
-    wanted = _all(*t[:5], dout)
-    there = [v.to(f"cuda:{1 - current}") for v in (*t[:5], dout)]
+    wanted = on_gpu.gradients(t, dout)
+    *there, dout = (v.to(f"cuda:{1 - current}") for v in (*t[:5], dout))
     torch.cuda.synchronize()
     with torch.cuda.device(current):
         gc.collect()
         before = torch.cuda.memory_allocated(current)
-        found = _all(*there)
+        found = on_gpu.gradients(Operands(*there), dout)
         assert torch.cuda.memory_allocated(current) == before
         assert torch.cuda.current_device() == current
-    for got, want in zip(found, wanted, strict=True):
-        assert got.device == torch.device("cuda", 1 - current)
-        assert_same_bytes(got.to("cuda:0"), want, "on another device")
+    assert {r.device for r in found.values()} == {torch.device("cuda", 1 - current)}
+    on_gpu.assert_same({name: r.to("cuda:0") for name, r in found.items()}, wanted, "on another device")
 
 
 def test_guard_bands(guarded):
@@ -246,27 +240,60 @@ def test_guard_bands(guarded):
 def test_a_gradient_may_be_a_view():
     """Expanded, transposed, or one element past an aligned address."""
     t, _ = on_gpu.operands((70, 60), 0, 136, 264)
-    weights = t.gate_proj, t.up_proj, t.down_proj
     some = torch.randn(136, 130, device="cuda").bfloat16()
     offset = torch.randn(130 * 136 + 1, device="cuda").bfloat16()[1:].view(130, 136)
     for dout in (torch.ones((), device="cuda").bfloat16().expand(130, 136), some.t(), offset):
-        found = _all(t.x, *weights, t.num_tokens_per_expert, dout)
-        wanted = _all(t.x, *weights, t.num_tokens_per_expert, dout.contiguous().clone())
-        for got, want in zip(found, wanted, strict=True):
-            assert_same_bytes(got, want, "gradient")
+        on_gpu.assert_same(on_gpu.gradients(t, dout), on_gpu.gradients(t, dout.contiguous().clone()))
 
 
-def test_weight_gradients_go_on_another_stream():
-    """The second half on a stream of its own, after the first half."""
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_weight_gradients_go_on_another_stream(deterministic):
+    """The forward and the first half of the backward on a stream, where x comes late; the second half on another one,
+    of the experts' rows alone. Also where PyTorch fills what is uninitialised."""
     t, dout = on_gpu.operands(*SHAPES["wide"])
     wanted = on_gpu.step(t, dout)
-    stream = torch.cuda.Stream()
-    first = on_gpu.step(t, dout)
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        grads = moe_experts_weight_grad(
-            dout[: t.owned], t.x[: t.owned], t.num_tokens_per_expert, first.dgate_dup, first.h, False
-        )
-    stream.synchronize()
-    for got, name in zip(grads, WEIGHTS, strict=True):
-        assert_same_bytes(got, getattr(wanted, name), name)
+    late, rows = t._replace(x=torch.full_like(t.x, float("nan"))), slice(t.owned)
+    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        torch.cuda.synchronize()
+        with torch.cuda.stream(first):
+            torch.cuda._sleep(20_000_000)
+            late.x.copy_(t.x)
+            out, gate, up = moe_experts_forward(*late)
+            dx, dgate_dup, h = moe_experts_backward_data(dout, *late[1:5], gate, up, late.swiglu_limit)
+        second.wait_stream(first)
+        with torch.cuda.stream(second):
+            owned = dout[rows], late.x[rows], late.num_tokens_per_expert, dgate_dup[rows], h[rows]
+            grads = moe_experts_weight_grad(*owned, False)
+        torch.cuda.synchronize()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    found = {"out": out, "dx": dx} | dict(zip(WEIGHTS, grads, strict=True))
+    on_gpu.assert_same(found, wanted, names=found)
+
+
+def test_graph_with_weight_gradients_on_another_stream():
+    """Captured with both streams, and replayed for another routing."""
+    t, dout = on_gpu.operands((70, 0, 129, 3), 9, 136, 264)
+    other = torch.cuda.Stream()
+
+    def halves():
+        current = torch.cuda.current_stream()
+        out, gate, up = moe_experts_forward(*t)
+        dx, dgate_dup, h = moe_experts_backward_data(dout, *t[1:5], gate, up, t.swiglu_limit)
+        other.wait_stream(current)
+        with torch.cuda.stream(other):
+            grads = moe_experts_weight_grad(dout, t.x, t.num_tokens_per_expert, dgate_dup, h, False)
+        current.wait_stream(other)
+        # What both streams use is kept until the end.
+        return {"out": out, "dx": dx, "kept": (dgate_dup, h)} | dict(zip(WEIGHTS, grads, strict=True))
+
+    graph = capture(halves)
+    t.x.normal_()
+    dout.normal_()
+    for sizes in ([3, 129, 0, 70], [0, 0, 211, 0], [70, 0, 129, 3]):
+        t.num_tokens_per_expert.copy_(torch.tensor(sizes))
+        found = graph.replay()
+        torch.cuda.synchronize()
+        on_gpu.assert_same(found, on_gpu.step(t, dout), str(sizes), ("out", "dx", *WEIGHTS))

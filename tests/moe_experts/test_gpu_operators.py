@@ -20,7 +20,8 @@ from moe_experts import (
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from tests.moe_experts import gpu_calls, inputs
+from tests.moe_experts import inputs, on_gpu
+from tests.moe_experts.on_gpu import GRADIENTS, each_form
 from tests.support.compare import assert_same_bytes
 from tests.support.process import start_python
 
@@ -29,16 +30,15 @@ pytestmark = pytest.mark.gpu
 OPERATORS = torch.ops.moe_experts
 SCHEMA = ("test_schema", "test_faketensor")
 UTILITIES = (*SCHEMA, "test_aot_dispatch_dynamic", "test_autograd_registration")
-each_form = pytest.mark.parametrize("form", ["separate", "packed"])
-small = functools.partial(gpu_calls.operands, limit=1.0)  # many gates and ups beyond the clamps
+small = functools.partial(on_gpu.operands, limit=1.0)  # many gates and ups beyond the clamps
 
 # Right counts first, to see that it is the counts which fail. No traceback is printed: it would name the argument too.
 WRONG_COUNTS = """
 import sys
 import torch
 from moe_experts import moe_experts
-from tests.moe_experts import gpu_calls
-t = gpu_calls.operands()
+from tests.moe_experts import on_gpu
+t, _ = on_gpu.operands()
 moe_experts(*t)
 torch.cuda.synchronize()
 print("right counts", flush=True)
@@ -62,15 +62,12 @@ def strided(t):
     return t._replace(down_proj=down, num_tokens_per_expert=t.num_tokens_per_expert.int().repeat_interleave(2)[::2])
 
 
-def finite(t):
-    """Zeros in the tail: opcheck compares arguments, in which NaN is not equal to itself."""
-    t.x[t.owned :] = 0
-    return t
+def operator_calls(t, dout):
+    """The operators with all arguments, with other strides, and with parts not needed.
 
-
-def operator_calls(t):
-    """The operators with all arguments, with other strides, and with parts not needed."""
-    dout = gpu_calls.cotangent(t).nan_to_num()
+    Zeros in the tail: opcheck compares arguments, in which NaN is not equal to itself.
+    """
+    t.x[t.owned :] = dout[t.owned :] = 0
     _, gate, up, used = OPERATORS.moe_experts_forward(*t)
     # Not written past the last group.
     gate, up = (v.index_fill(0, torch.arange(t.owned, len(v), device=v.device), 0) for v in (gate, up))
@@ -95,25 +92,31 @@ def operator_calls(t):
 
 
 @each_form
-@pytest.mark.parametrize(("groups", "tail"), [((130, 0, 45), 0), ((1,), 0), ((0, 0), 0)], ids=str)
-def test_opcheck(form, groups, tail):
-    for operator, arguments in operator_calls(small(form, groups, tail, 16, 24)):
+@pytest.mark.parametrize("groups", [(130, 0, 45), (1,), (0, 0)], ids=str)
+def test_opcheck(packed, groups):
+    for operator, arguments in operator_calls(*small(groups, 0, 16, 24, packed=packed)):
         torch.library.opcheck(operator, arguments, test_utils=UTILITIES)
 
 
 @each_form
-def test_opcheck_with_a_tail(form):
+def test_opcheck_with_a_tail(packed):
     """Without the utility that compares two calls: rows past the last group are unspecified in some results."""
-    for operator, arguments in operator_calls(finite(small(form, (130, 0, 45), 7, 16, 24))):
+    for operator, arguments in operator_calls(*small((130, 0, 45), 7, 16, 24, packed=packed)):
         torch.library.opcheck(operator, arguments, test_utils=SCHEMA)
 
 
 @each_form
-def test_opcheck_with_gradients(form):
-    t = small(form, (30, 0, 45), 0, 16, 24)
+def test_opcheck_with_gradients(packed):
+    t, _ = small((30, 0, 45), 0, 16, 24, packed=packed)
     for one in (t, strided(t)):
-        leaves = one._replace(**{n: getattr(one, n).detach().requires_grad_() for n in gpu_calls.names_of(one)})
+        leaves = one._replace(**{n: getattr(one, n).detach().requires_grad_() for n in on_gpu.names_of(one)})
         torch.library.opcheck(OPERATORS.moe_experts_forward.default, tuple(leaves), test_utils=UTILITIES)
+
+
+def accumulated(leaves):
+    """The leaves' `grad`, of those that got one."""
+    grads = {GRADIENTS[name]: getattr(leaves, name).grad for name in on_gpu.names_of(leaves)}
+    return {name: grad for name, grad in grads.items() if grad is not None}
 
 
 def facts(t):
@@ -122,8 +125,8 @@ def facts(t):
 
 @each_form
 @pytest.mark.parametrize(("groups", "tail", "hidden", "inner"), inputs.SHAPES)
-def test_fake_results_are_like_the_real_ones(form, groups, tail, hidden, inner):
-    for operator, arguments in operator_calls(small(form, groups, tail, hidden, inner)):
+def test_fake_results_are_like_the_real_ones(packed, groups, tail, hidden, inner):
+    for operator, arguments in operator_calls(*small(groups, tail, hidden, inner, packed=packed)):
         real, mode = operator(*arguments), FakeTensorMode()
         with mode:
             fake = operator(*(mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in arguments))
@@ -135,17 +138,18 @@ def layer(x, *rest):
     return moe_experts(x * 2, *rest) + 1
 
 
-def compile_and_compare(form, backend, row_counts, **options):
+def compile_and_compare(packed, backend, row_counts, **options):
     """Compare the compiled layer with eager for each number of rows; how often it was compiled by then."""
     torch._dynamo.reset()
     compilations = []
     counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
     compiled = torch.compile(layer, fullgraph=True, backend=counter, **options)
     for rows in row_counts:
-        t = small(form, (rows // 2, 0, rows // 3), rows - rows // 2 - rows // 3, 64, 40)
-        dout = gpu_calls.cotangent(t).nan_to_num()
-        wanted = gpu_calls.gradients(t, dout, function=layer)
-        gpu_calls.assert_same(gpu_calls.gradients(t, dout, function=compiled), wanted, f"{rows} rows")
+        groups = rows // 2, 0, rows // 3
+        t, dout = small(groups, rows - sum(groups), 64, 40, packed=packed)
+        dout = dout.nan_to_num()
+        wanted = on_gpu.gradients(t, dout, function=layer)
+        on_gpu.assert_same(on_gpu.gradients(t, dout, function=compiled), wanted, f"{rows} rows", strides=False)
         compilations.append(counter.frame_count)
     torch._dynamo.reset()
     return compilations
@@ -153,77 +157,81 @@ def compile_and_compare(form, backend, row_counts, **options):
 
 @each_form
 @pytest.mark.parametrize("dynamic", [None, True])
-def test_compiled_for_any_number_of_rows(form, dynamic):
+def test_compiled_for_any_number_of_rows(packed, dynamic):
     """No graph break, eager's bytes, and one recompilation over the numbers of rows of a training run, or none."""
     row_counts = [1024, *range(256, 256 + 8 * 77, 77)]
-    first, *later = compile_and_compare(form, "aot_eager", row_counts, dynamic=dynamic)
+    first, *later = compile_and_compare(packed, "aot_eager", row_counts, dynamic=dynamic)
     assert later == [first if dynamic else first + 1] * 8
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_compiled_with_inductor():
-    assert compile_and_compare("separate", "inductor", [1024, 300, 515, 130]) == [1, 2, 2, 2]
+    assert compile_and_compare(False, "inductor", [1024, 300, 515, 130]) == [1, 2, 2, 2]
 
 
 def test_compiled_without_rows():
-    assert compile_and_compare("separate", "aot_eager", [0, 0]) == [1, 1]
+    assert compile_and_compare(False, "aot_eager", [0, 0]) == [1, 1]
 
 
 def test_new_sizes_compile_no_kernel():
-    """Numbers of rows, channels, and experts up to the same power of two: nothing new in the launcher's cache."""
+    """Any number of rows, channels, and experts below 1,024: nothing new in the launcher's cache."""
 
-    def call(rows, hidden, inner, experts):
-        groups = (rows, 0, 1, 2, 3, 0, 5)[:experts]
-        for form in ("separate", "packed"):
-            t = small(form, groups, 3, hidden, inner)
-            gpu_calls.everything(t, gpu_calls.cotangent(t))
+    def call(groups, hidden, inner):
+        for packed in (False, True):
+            t, dout = small(groups, 3, hidden, inner, packed=packed)
+            on_gpu.everything(t, dout)
             moe_experts(*t._replace(num_tokens_per_expert=t.num_tokens_per_expert.int()))
 
-    call(300, 136, 72, 4)
+    call((300, 0, 1, 2), 136, 72)
     before = len(launcher._compiled)
     assert before >= 7
     for rows in range(1, 25):
-        call(rows * 16 if rows % 3 else rows, 8 * (1 + rows % 23), 8 * (1 + rows % 7), 4 + rows % 4)
+        groups = (rows * 16 if rows % 3 else rows, 0, 1, 2, 3, 0, 5)[: 1 + rows % 7]
+        call(groups, 8 * (1 + rows % 23), 8 * (1 + rows % 7))
+    call((2, 0, 1) * 60, 40, 24)
     assert len(launcher._compiled) == before
 
 
 @each_form
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_recomputed_by_a_checkpoint(form, use_reentrant):
-    t = small(form)
-    dout = gpu_calls.cotangent(t)
+def test_recomputed_by_a_checkpoint(packed, use_reentrant):
+    t, dout = small(packed=packed)
     checkpointed = functools.partial(checkpoint, layer, use_reentrant=use_reentrant)
-    wanted = gpu_calls.gradients(t, dout, function=layer)
-    gpu_calls.assert_same(gpu_calls.gradients_by_backward(t, dout, function=checkpointed), wanted)
+    wanted = on_gpu.gradients(t, dout, function=layer)
+    leaves = t.requires_grad()
+    out = checkpointed(*leaves)
+    out.backward(dout)
+    on_gpu.assert_same({"out": out.detach()} | accumulated(leaves), wanted)
 
 
 @each_form
-def test_any_subset_of_operands_that_require_grad(form):
+def test_any_subset_of_operands_that_require_grad(packed):
     """Frozen operands get no gradient, and change no bit of the others'."""
-    t = small(form)
-    dout = gpu_calls.cotangent(t)
-    names = gpu_calls.names_of(t)
-    wanted = gpu_calls.gradients(t, dout)
+    t, dout = small(packed=packed)
+    names = on_gpu.names_of(t)
+    wanted = on_gpu.gradients(t, dout)
     for needed in (some for k in range(1, len(names) + 1) for some in itertools.combinations(names, k)):
-        found = gpu_calls.gradients_by_backward(t, dout, needed)
-        assert found.keys() == {"out", *(f"grad_{name}" for name in needed)}
-        gpu_calls.assert_same(found, wanted, f"gradients of {needed}:", found)
+        leaves = t.requires_grad(*needed)
+        out = moe_experts(*leaves)
+        out.backward(dout)
+        found = {"out": out.detach()} | accumulated(leaves)
+        assert found.keys() == {"out", *(GRADIENTS[name] for name in needed)}
+        on_gpu.assert_same(found, wanted, f"gradients of {needed}:", found)
 
 
 @each_form
-def test_gradients_that_are_not_needed_are_not_computed(form, monkeypatch):
-    t = small(form)
-    dout = gpu_calls.cotangent(t)
+def test_gradients_that_are_not_needed_are_not_computed(packed, monkeypatch):
+    t, dout = small(packed=packed)
     launched, run = [], launcher.Launch.run
     monkeypatch.setattr(launcher.Launch, "run", lambda one: launched.append(one.kernel.__name__) or run(one))
     products = {}
-    for names in (["x"], ["down_proj"], ["gate_proj"], gpu_calls.names_of(t)):
+    for names in (["x"], ["down_proj"], ["gate_proj"], on_gpu.names_of(t)):
         launched.clear()
-        gpu_calls.gradients(t, dout, names)
+        on_gpu.gradients(t, dout, names)
         found = [name.removesuffix("_kernel") for name in launched if not name.startswith("groups")]
         products[tuple(names)] = found[2:]  # behind those of the forward
-    everything = products.pop(tuple(gpu_calls.names_of(t)))
+    everything = products.pop(tuple(on_gpu.names_of(t)))
     assert everything == ["grad_hidden", "product", "weight_grad", "weight_grad"]
     assert products == {
         ("x",): ["grad_hidden", "product"],
@@ -233,10 +241,9 @@ def test_gradients_that_are_not_needed_are_not_computed(form, monkeypatch):
 
 
 @each_form
-def test_strides_of_the_cotangent(form):
+def test_strides_of_the_cotangent(packed):
     """Expanded, as from a sum; transposed; every second row; off by one element."""
-    t = small(form)
-    dout = gpu_calls.cotangent(t)
+    t, dout = small(packed=packed)
     changes = {
         "one number": torch.ones((), dtype=dout.dtype, device=dout.device).expand(dout.shape),
         "one row": dout[:1].expand(dout.shape),
@@ -247,32 +254,31 @@ def test_strides_of_the_cotangent(form):
     }
     for what, changed in changes.items():
         assert not changed.is_contiguous() or changed.data_ptr() % 16, what
-        wanted = gpu_calls.everything(t, changed.clone(memory_format=torch.contiguous_format))
-        gpu_calls.assert_same(gpu_calls.everything(t, changed), wanted, what)
+        wanted = on_gpu.everything(t, changed.clone(memory_format=torch.contiguous_format))
+        on_gpu.assert_same(on_gpu.everything(t, changed), wanted, what)
     leaves = t.requires_grad()
     moe_experts(*leaves).sum().backward()
-    wanted = gpu_calls.gradients(t, torch.ones_like(dout))
-    for name in gpu_calls.names_of(t):
-        assert_same_bytes(getattr(leaves, name).grad, wanted[f"grad_{name}"], name)
+    wanted = on_gpu.gradients(t, torch.ones_like(dout))
+    del wanted["out"]
+    on_gpu.assert_same(accumulated(leaves), wanted, "of a sum")
 
 
 @each_form
-def test_twice_backward_accumulates(form):
-    t = small(form)
-    dout = gpu_calls.cotangent(t)
-    wanted, leaves = gpu_calls.gradients(t, dout), t.requires_grad()
+def test_twice_backward_accumulates(packed):
+    t, dout = small(packed=packed)
+    wanted, leaves = on_gpu.gradients(t, dout), t.requires_grad()
+    del wanted["out"]
     out = moe_experts(*leaves)
     for times in (1, 2):
         out.backward(dout, retain_graph=times == 1)
-        for name in gpu_calls.names_of(t):
-            assert_same_bytes(getattr(leaves, name).grad, wanted[f"grad_{name}"] * times, f"{name}, {times}")
+        on_gpu.assert_same(accumulated(leaves), {name: grad * times for name, grad in wanted.items()}, f"{times}")
 
 
 @each_form
 @pytest.mark.parametrize("modes", [torch.no_grad, torch.enable_grad, torch.inference_mode], ids=lambda m: m.__name__)
-def test_gradient_modes(form, modes):
+def test_gradient_modes(packed, modes):
     """The same bytes, and nothing kept where no gradient can flow."""
-    t = small(form)
+    t, _ = small(packed=packed)
     wanted = moe_experts(*t.requires_grad()).detach()
     saved = []
     with modes(), torch.autograd.graph.saved_tensors_hooks(lambda s: saved.append(s), lambda s: s):
@@ -285,61 +291,51 @@ def test_gradient_modes(form, modes):
 
 @each_form
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_changes_nothing(form, dtype):
-    t = small(form)
-    dout = gpu_calls.cotangent(t)
-    wanted = gpu_calls.everything(t, dout)
-    with torch.autocast(gpu_calls.DEVICE.type, dtype=dtype):
-        gpu_calls.assert_same(gpu_calls.everything(t, dout), wanted)
+def test_autocast_changes_nothing(packed, dtype):
+    t, dout = small(packed=packed)
+    wanted = on_gpu.everything(t, dout)
+    with torch.autocast(on_gpu.DEVICE.type, dtype=dtype):
+        on_gpu.assert_same(on_gpu.everything(t, dout), wanted)
         with pytest.raises(ValueError, match=r"^x must have dtype bfloat16, got float32"):
             moe_experts(t.x.float(), *t[1:])
 
 
 @each_form
-def test_the_joint_backward_and_its_halves_are_autograds(form):
-    t = small(form)
-    dout = gpu_calls.cotangent(t)
-    halves, joint, autograds = (f(t, dout) for f in (gpu_calls.halves, gpu_calls.joint, gpu_calls.gradients))
-    gpu_calls.assert_same(halves, joint, "halves", joint)
-    results = {"x": "dx", "gate_proj": "dw1", "up_proj": "dw3", "down_proj": "dw2"}
-    renamed = {"out": joint["out"]} | {f"grad_{name}": joint[results[name]] for name in gpu_calls.names_of(t)}
-    gpu_calls.assert_same(autograds, renamed, "autograd")
-    assert (joint["dw3"].shape == (0,)) == (form == "packed")
+def test_the_joint_backward_and_its_halves_are_autograds(packed):
+    t, dout = small(packed=packed)
+    halves, joint, autograds = (f(t, dout) for f in (on_gpu.step, on_gpu.joint, on_gpu.gradients))
+    on_gpu.assert_same(halves, joint, "halves", joint)
+    on_gpu.assert_same(autograds, joint, "autograd", autograds)
+    assert autograds.keys() == joint.keys() - ({"dw3"} if packed else set())
+    assert (joint["dw3"].shape == (0,)) == packed
 
 
 def test_packed_weights_are_separate_weights():
     """Results and gradients: the kernels read a packed weight as two."""
-    t = small("separate")
-    dout = gpu_calls.cotangent(t)
+    t, dout = small()
     inner = t.down_proj.shape[2]
-    wanted = gpu_calls.everything(t, dout)
-    found = gpu_calls.everything(t.packed(), dout)
-    for both, gate, up in (
-        ("grad_gate_proj", "grad_gate_proj", "grad_up_proj"),
-        ("dw1", "dw1", "dw3"),
-        ("joint dw1", "joint dw1", "joint dw3"),
-    ):
-        grad = found.pop(both)
+    wanted = on_gpu.everything(t, dout)
+    found = on_gpu.everything(t.packed(), dout)
+    for way in ("", "joint ", "autograd "):
+        grad = found.pop(f"{way}dw1")
         assert grad.is_contiguous()
-        assert_same_bytes(grad[:, :inner], wanted.pop(gate), gate, strides=False)
-        assert_same_bytes(grad[:, inner:], wanted.pop(up), up, strides=False)
-        if both != "grad_gate_proj":
-            assert found.pop(up).shape == (0,)
-    gpu_calls.assert_same(found, wanted, "packed")
+        assert_same_bytes(grad[:, :inner], wanted.pop(f"{way}dw1"), f"{way}dw1", strides=False)
+        assert_same_bytes(grad[:, inner:], wanted.pop(f"{way}dw3"), f"{way}dw3", strides=False)
+        if way != "autograd ":
+            assert found.pop(f"{way}dw3").shape == (0,)
+    on_gpu.assert_same(found, wanted, "packed")
 
 
 @each_form
-def test_layouts_of_the_weights(form):
+def test_layouts_of_the_weights(packed):
     """Halves of one tensor and slices of experts have the bits of weights of their own."""
-    t = small(form)
-    dout = gpu_calls.cotangent(t)
-    gpu_calls.assert_same(gpu_calls.everything(strided(t), dout), gpu_calls.everything(t, dout))
+    t, dout = small(packed=packed)
+    on_gpu.assert_same(on_gpu.everything(strided(t), dout), on_gpu.everything(t, dout))
 
 
 def test_counts_of_either_type_and_any_stride():
-    t = small("separate")
-    dout = gpu_calls.cotangent(t)
-    wanted, counts = gpu_calls.everything(t, dout), t.num_tokens_per_expert
+    t, dout = small()
+    wanted, counts = on_gpu.everything(t, dout), t.num_tokens_per_expert
     others = {
         "int32": counts.int(),
         "every second": counts.repeat_interleave(2)[::2],
@@ -348,7 +344,7 @@ def test_counts_of_either_type_and_any_stride():
         "int32, off by one element": torch.cat((counts[:1], counts)).int()[1:],
     }
     for what, other in others.items():
-        gpu_calls.assert_same(gpu_calls.everything(t._replace(num_tokens_per_expert=other), dout), wanted, what)
+        on_gpu.assert_same(on_gpu.everything(t._replace(num_tokens_per_expert=other), dout), wanted, what)
 
 
 def wrong_counts(t):
@@ -359,13 +355,12 @@ def wrong_counts(t):
         ([rows + 1 - sum(rest), *rest], "must add up to at most"),
     ):
         for dtype in (torch.int32, torch.int64):
-            yield torch.tensor(counts, dtype=dtype, device=gpu_calls.DEVICE), message
+            yield torch.tensor(counts, dtype=dtype, device=on_gpu.DEVICE), message
 
 
 def test_wrong_counts_are_errors_if_the_environment_asks(monkeypatch):
     """In every call, before anything is launched; right ones pass."""
-    t = small("separate")
-    dout = gpu_calls.cotangent(t)
+    t, dout = small()
     _, gate, up = moe_experts_forward(*t)
     _, dgate_dup, h = moe_experts_backward_data(dout, *t[1:5], gate, up, 1.0)
     monkeypatch.setenv("MOE_EXPERTS_CHECK", "1")
@@ -380,16 +375,16 @@ def test_wrong_counts_are_errors_if_the_environment_asks(monkeypatch):
         ):
             with pytest.raises(ValueError, match=f"^num_tokens_per_expert {message}"):
                 call()
-    checked = gpu_calls.everything(t, dout)
+    checked = on_gpu.everything(t, dout)
     monkeypatch.delenv("MOE_EXPERTS_CHECK")
-    gpu_calls.assert_same(checked, gpu_calls.everything(t, dout))
+    on_gpu.assert_same(checked, on_gpu.everything(t, dout))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_wrong_counts_are_assertions_of_the_device():
     """Noticed when the host waits, in processes of their own: the context is unusable afterwards."""
-    t = gpu_calls.operands()
+    t, _ = on_gpu.operands()
     processes = {}
     for counts, message in wrong_counts(t):
         kind = str(counts.dtype).removeprefix("torch.")
@@ -407,9 +402,9 @@ def test_wrong_counts_are_assertions_of_the_device():
         assert re.search(r"Assertion `num_tokens_per_expert must not be negative", output + errors), f"{what}\n{errors}"
 
 
-@pytest.mark.parametrize("name", gpu_calls.NAMES)
+@pytest.mark.parametrize("name", GRADIENTS)
 def test_second_order_gradients_raise(name):
-    t = small("separate").requires_grad()
+    t = small()[0].requires_grad()
     out = moe_experts(*t)
     (grad,) = torch.autograd.grad(out.float().square().sum(), getattr(t, name), create_graph=True)
     with pytest.raises(RuntimeError, match="moe_experts has no second-order gradients"):
@@ -418,7 +413,7 @@ def test_second_order_gradients_raise(name):
 
 def test_another_architecture(monkeypatch):
     """An error that names the device, not the definition in silence; the definition still where it is asked for."""
-    t = small("separate")
+    t, _ = small()
     wanted = moe_experts(*t)
     try:
         with monkeypatch.context() as patch:
@@ -434,31 +429,31 @@ def test_another_architecture(monkeypatch):
 
 
 @each_form
-def test_a_backward_runs_what_its_forward_ran(form, monkeypatch):
+def test_a_backward_runs_what_its_forward_ran(packed, monkeypatch):
     """The definition inside `reference()`, in the backward outside of it too; no kernel is launched then."""
 
     def refuse(self):
         raise AssertionError("a kernel was launched")
 
-    t = small(form)
-    dout = gpu_calls.cotangent(t)
-    wanted = gpu_calls.definition(t, dout)
+    t, dout = small(packed=packed)
+    wanted = on_gpu.definition(t, dout)
     moe_experts(*t)
     monkeypatch.setattr(launcher.Launch, "run", refuse)
     leaves = t.requires_grad()
     with use_definition():
         out = moe_experts(*leaves)
     out.backward(dout)
-    found = {"out": out.detach()} | {f"grad_{n}": getattr(leaves, n).grad for n in gpu_calls.names_of(t)}
-    gpu_calls.assert_same(found, wanted)
+    found = {"out": out.detach()} | accumulated(leaves)
+    assert len(found) == 1 + len(on_gpu.names_of(t))
+    on_gpu.assert_same(found, wanted, names=found)
     with use_definition():
-        gpu_calls.everything(t, dout)
+        on_gpu.everything(t, dout)
     with pytest.raises(AssertionError, match="was launched"):
         moe_experts(*t)
 
 
 @pytest.mark.parametrize("on_cpu", inputs.Operands._fields[:5])
 def test_mixed_devices(on_cpu):
-    t = small("separate")
+    t, _ = small()
     with pytest.raises(ValueError, match="device"):
         moe_experts(*t._replace(**{on_cpu: getattr(t, on_cpu).cpu()}))

@@ -16,6 +16,7 @@ SMS = 132
 STAGES = 4
 FINISHED_STAGES = 3  # where a warpgroup of its own finishes the tiles
 GROUPS_CHUNK = 256  # tiles that a program of the groups' kernel writes at a time
+LEAST_EXPERTS = 1024  # that the groups' kernel is compiled for: so that for fewer nothing else is
 
 
 class Groups(NamedTuple):
@@ -45,7 +46,8 @@ def groups(counts: Tensor, rows: int, out: Groups) -> Launch:
 
     experts = counts.numel()
     args = (counts, *out[:2], out.valid, experts, rows, most_tiles(rows, experts))
-    options = {"ROWS": ROWS, "EXPERTS": 1 << experts.bit_length(), "CHUNK": GROUPS_CHUNK, "num_warps": 4}
+    slots = max(LEAST_EXPERTS, 1 << experts.bit_length())
+    options = {"ROWS": ROWS, "EXPERTS": slots, "CHUNK": GROUPS_CHUNK, "num_warps": 4}
     return Launch(groups_kernel, (experts + 1,), args, options)
 
 
