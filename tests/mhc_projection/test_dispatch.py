@@ -6,7 +6,8 @@ from typing import ClassVar
 
 import pytest
 import torch
-from mhc_projection import autograd, hyper_connection, hyper_connection_streams
+from hopper_kernels import derivatives
+from mhc_projection import hyper_connection, hyper_connection_streams
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -90,7 +91,7 @@ def test_plain_eager_calls_pass_the_dispatcher_once(function, monkeypatch):
     t = inputs.operands(37)
     found, results = calls(function, t)
     assert found == operators_of(function)
-    monkeypatch.setattr(autograd, "_PLAIN", frozenset())
+    monkeypatch.setattr(derivatives, "_PLAIN", frozenset())
     found, wanted = calls(function, t)
     assert found == {name: 2 * count for name, count in operators_of(function).items()}
     same(results, wanted)
@@ -174,6 +175,6 @@ def test_keys_of_other_versions_of_pytorch_are_not_guessed(function, monkeypatch
     t = inputs.operands(37)
     wanted = step(function, t)
     monkeypatch.delattr(torch._C.DispatchKeySet, "raw_repr")
-    assert autograd._plain_keys() == frozenset()
-    monkeypatch.setattr(autograd, "_PLAIN", frozenset())
+    assert derivatives._plain_keys() == frozenset()
+    monkeypatch.setattr(derivatives, "_PLAIN", frozenset())
     same(step(function, t), wanted)

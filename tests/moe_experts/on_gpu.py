@@ -41,6 +41,25 @@ def operands(
         return t.packed() if packed else t, inputs.cotangent(t)
 
 
+def small(*args, **options) -> tuple[Operands, Tensor]:
+    """As `operands`, with many gates and ups beyond the clamps."""
+    return operands(*args, limit=1.0, **options)
+
+
+def strided(t):
+    """Gate and up as halves of one tensor, the down projection as a slice of more experts, counts with a stride."""
+    if t.up_proj is not None:
+        gate, up = torch.cat((t.gate_proj, t.up_proj), dim=1).chunk(2, dim=1)
+        t = t._replace(gate_proj=gate, up_proj=up)
+    down = torch.cat((t.down_proj[:1], t.down_proj))[1:]
+    return t._replace(down_proj=down, num_tokens_per_expert=t.num_tokens_per_expert.int().repeat_interleave(2)[::2])
+
+
+def layer(x, *rest):
+    """As a model calls it: on intermediate rows, with work around it."""
+    return moe_experts.moe_experts(x * 2, *rest) + 1
+
+
 def exact(groups: tuple[int, ...], tail: int, hidden: int, inner: int) -> tuple[Operands, Tensor]:
     """Of which no result has a rounding error but its last: a row of x has one 1, and gates are so large that silu is
     the gate itself."""

@@ -4,13 +4,7 @@ import gc
 
 import pytest
 import torch
-from moe_experts import (
-    moe_experts,
-    moe_experts_backward_data,
-    moe_experts_forward,
-    moe_experts_weight_grad,
-    plan,
-)
+from moe_experts import moe_experts, moe_experts_backward_data, moe_experts_forward, moe_experts_weight_grad, plan
 
 from tests.moe_experts import on_gpu
 from tests.moe_experts.inputs import Operands

@@ -1,90 +1,6 @@
 """Derivatives of the operators, and the projection whose backward takes over the gradient of the other readers of x."""
 
-from collections.abc import Callable
-
 import torch
-
-
-def register(library: torch.library.Library, implementations: dict[str, Callable]) -> None:
-    """Give the operators of `library` their derivatives. Those of the backward operators raise RuntimeError.
-
-    implementations: name of an operator: the function that `library` has for it on a CPU and on CUDA.
-    """
-    formulas = {
-        "projection_forward": (_save_projection, _differentiate_projection),
-        "projection_backward": (_save_nothing, _refuse),
-        "hyper_connection_forward": (_save_hyper_connection, _differentiate_hyper_connection),
-        "hyper_connection_backward": (_save_nothing, _refuse),
-        "gates_forward": (_save_gates, _differentiate_gates),
-        "gates_backward": (_save_nothing, _refuse),
-    }
-    for name, formula in formulas.items():
-        kernel = _autograd_kernel(name, implementations[name], *formula)
-        library.impl(name, kernel, "Autograd", with_keyset=True)
-
-
-def _autograd_kernel(name: str, implementation: Callable, save: Callable, differentiate: Callable) -> Callable:
-    """What `torch.library.register_autograd` makes, with less work on the host in each call.
-
-    Where the dispatcher would go to the implementation next, it is called directly.
-    """
-    operator = getattr(torch.ops.mhc_projection, name).default
-    derivative = _derivative(name, operator, save, differentiate)
-    # `Function.apply` first looks for functorch's transforms and wrappers, which have dispatch keys of their own.
-    apply = super(torch.autograd.Function, _derivative(name, implementation, save, differentiate)).apply
-
-    def kernel(keys, *arguments):
-        plain = bool(_PLAIN) and keys.raw_repr() in _PLAIN
-        # In forward mode, too: a tangent would be dropped without a word.
-        if _requires_grad(arguments) or torch.autograd.forward_ad._current_level >= 0:
-            return apply(*arguments) if plain else derivative.apply(*arguments)
-        with torch._C._AutoDispatchBelowAutograd():
-            return implementation(*arguments) if plain else operator(*arguments)
-
-    return kernel
-
-
-def _derivative(
-    name: str, function: Callable, save: Callable, differentiate: Callable
-) -> type[torch.autograd.Function]:
-    class Derivative(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, *arguments):
-            with torch._C._AutoDispatchBelowAutograd():
-                results = function(*arguments)
-            save(ctx, arguments, results)
-            return results
-
-        backward = staticmethod(differentiate)
-
-    Derivative.__name__ = f"mhc_projection_{name}"
-    return Derivative
-
-
-def _requires_grad(arguments: tuple) -> bool:
-    if torch.is_grad_enabled():
-        for value in arguments:
-            if isinstance(value, torch.Tensor) and value.requires_grad:
-                return True
-    return False
-
-
-def _plain_keys() -> frozenset[int]:
-    """The dispatch keys of calls for which nothing but autograd comes before the implementation.
-
-    A mode, a transform, a subclass, functionalization, a tensor with a negation pending add keys of their own. Empty
-    where PyTorch's internals have changed: then every call is dispatched again.
-    """
-    try:
-        key, keys = torch._C.DispatchKey, torch._C.DispatchKeySet
-        cpu = keys(key.CPU) | keys(key.AutogradCPU)
-        cuda = keys(key.CUDA) | keys(key.AutogradCUDA)
-        return frozenset(found.raw_repr() for found in (cpu, cuda, cpu | cuda))
-    except (AttributeError, TypeError):
-        return frozenset()
-
-
-_PLAIN = _plain_keys()
 
 
 class ProjectionStreams(torch.autograd.Function):
@@ -243,9 +159,8 @@ def _differentiate_gates(ctx, grad_pre, grad_post, grad_comb, _used_reference):
     return grad_mixes, _in_dtype_of(scale, grad_scale), _in_dtype_of(base, grad_base), None, None, None
 
 
-def _save_nothing(ctx, inputs, output):
-    pass
-
-
-def _refuse(ctx, *_):
-    raise RuntimeError("mhc_projection has no second-order gradients")
+FORMULAS = {
+    "projection_forward": (_save_projection, _differentiate_projection),
+    "hyper_connection_forward": (_save_hyper_connection, _differentiate_hyper_connection),
+    "gates_forward": (_save_gates, _differentiate_gates),
+}

@@ -15,7 +15,7 @@ because reading it must not wait for the GPU.
 import math
 
 import torch
-from hopper_kernels import checks, dispatch
+from hopper_kernels import checks, derivatives, dispatch
 from torch import Tensor
 
 from mhc_projection import arguments, autograd, launch, reference
@@ -357,4 +357,4 @@ def _(mixes, scale, base, grad_pre, grad_post, grad_comb, hc, iters, eps, used_r
     return tuple(mixes.new_empty(shape) for shape in (mixes.shape, (3,), (mixes.shape[-1],)))
 
 
-autograd.register(_library, _implementations)
+derivatives.register(_library, "mhc_projection", _implementations, autograd.FORMULAS)

@@ -107,7 +107,5 @@ def _groups(counts: Tensor, rows: int) -> plan.Groups:
     """Where the experts' rows are. Counts that cannot be are an error of the device, noticed when the host waits."""
     where = plan.empty_groups(counts, rows)
     plan.groups(counts, rows, where).run()
-    torch._assert_async(
-        where.valid, "num_tokens_per_expert must not be negative, nor add up to more than the rows of x"
-    )
+    torch._assert_async(where.valid, _BAD_COUNTS)
     return where

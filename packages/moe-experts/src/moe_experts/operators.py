@@ -15,7 +15,7 @@ import os
 from types import ModuleType
 
 import torch
-from hopper_kernels import dispatch
+from hopper_kernels import derivatives, dispatch
 from torch import Tensor
 
 from moe_experts import arguments, autograd, reference
@@ -215,4 +215,4 @@ def _(dout, x, num_tokens_per_expert, dgate_dup, h, packed):
     )
 
 
-autograd.register(_library, OPS_NAMESPACE)
+derivatives.register(_library, OPS_NAMESPACE, _implementations, autograd.FORMULAS)

@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from hopper_kernels.precompile import Variant
 
 ROWS, HALF, COLUMNS, DEPTH, PANEL = 128, 64, 256, 64, 64  # as in `kernels.tiles`
-BEYOND = 0x40000000
+BEYOND = 0x40000000  # as in `kernels.tiles.ragged`
 SMS = 132
 STAGES = 4
-FINISHED_STAGES = 3  # where a warpgroup of its own finishes the tiles
+FINISHED_STAGES = 3  # where warps of their own finish the tiles, and whole tiles lie in shared memory for them
 GROUPS_CHUNK = 256  # tiles that a program of the groups' kernel writes at a time
 LEAST_EXPERTS = 1024  # that the groups' kernel is compiled for: so that for fewer nothing else is
 
@@ -201,8 +201,8 @@ def variants() -> "list[Variant]":
     def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    x, h, w13, w2 = meta(rows, hidden_size), meta(rows, inner), meta(experts, inner, hidden_size), None
-    w2 = meta(experts, hidden_size, inner)
+    x, h = meta(rows, hidden_size), meta(rows, inner)
+    w13, w2 = meta(experts, inner, hidden_size), meta(experts, hidden_size, inner)
     where = empty_groups(meta(experts, dtype=torch.int32), rows)
     expected = "HGMMA", "UTMALDG", "STSM"
     found = [

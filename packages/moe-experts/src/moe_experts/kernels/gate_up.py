@@ -16,9 +16,8 @@ from moe_experts.kernels.tiles import (
     ROWS,
     SWIZZLED,
     allocate_barriers,
-    multiply,
+    multiply_and_hand_on,
     next_slot,
-    panels_of,
     ragged,
     tile_of_rows,
 )
@@ -47,28 +46,6 @@ def _load_tiles(sources, shared, table, sizes, STAGES: gl.constexpr):
             tma_load(gate_proj, [expert, n * WIDTH, k * DEPTH], bar, both.slice(0, WIDTH, dim=1))
             tma_load(up_proj, [expert, n * WIDTH, k * DEPTH], bar, both.slice(WIDTH, WIDTH, dim=1))
             step += 1
-
-
-@gluon.jit
-def _multiply_tiles(shared, results, table, sizes, MINE: gl.constexpr, STAGES: gl.constexpr):
-    """A warpgroup, for the 64 rows of each tile from MINE on: hands gate and up on."""
-    panels, full, empty = results
-    experts, width, depth = sizes
-    count = gl.load(table)
-    HALF_NUMBER: gl.constexpr = MINE // HALF
-    step = 0
-    turn = 0
-    for i in range(gl.program_id(0), count * width, gl.num_programs(0)):
-        expert, _row, _left, _n = tile_of_rows(i, table, count, width)
-        if expert < experts:
-            sums, step = multiply(shared, step, depth, MINE, True, STAGES)
-            parts = panels_of(sums)
-            mbarrier.wait(empty.index(HALF_NUMBER), (turn & 1) ^ 1)
-            for j in gl.static_range(PANELS):
-                panels.index(PANELS * HALF_NUMBER + j).reshape([HALF, PANEL]).store(parts[j])
-            fence_async_shared()  # TMA reads them
-            mbarrier.arrive(full.index(HALF_NUMBER))
-            turn += 1
 
 
 @gluon.jit
@@ -146,8 +123,8 @@ def gate_up_kernel(
     sizes = (experts, width, depth)
     gl.warp_specialize(
         [
-            (_multiply_tiles, (shared, results, table, sizes, 0, STAGES)),
-            (_multiply_tiles, (shared, results, table, sizes, HALF, STAGES)),
+            (multiply_and_hand_on, (shared, results, table, sizes, 0, True, True, STAGES)),
+            (multiply_and_hand_on, (shared, results, table, sizes, HALF, True, True, STAGES)),
             (_finish_tiles, (results, (gate, up, hidden), table, sizes, inner_over_8 * 8, limit)),
             (_load_tiles, ((x, gate_proj, up_proj), shared, table, sizes, STAGES)),
         ],

@@ -16,9 +16,8 @@ from moe_experts.kernels.tiles import (
     ROWS,
     SWIZZLED,
     allocate_barriers,
-    multiply,
+    multiply_and_hand_on,
     next_slot,
-    panels_of,
     tile_of_rows,
 )
 
@@ -45,27 +44,6 @@ def _load_tiles(dout, down_proj, shared, table, sizes, STAGES: gl.constexpr):
             b_tile = b_ring.index(slot).reshape([1, DEPTH, COLUMNS])
             tma_load(down_proj, [expert, k * DEPTH, n * COLUMNS], bar, b_tile)
             step += 1
-
-
-@gluon.jit
-def _multiply_tiles(shared, results, table, sizes, MINE: gl.constexpr, STAGES: gl.constexpr):
-    """A warpgroup, for the 64 rows of each tile from MINE on: hands the gradient on."""
-    panels, full, empty = results
-    experts, width, depth = sizes
-    count = gl.load(table)
-    HALF_NUMBER: gl.constexpr = MINE // HALF
-    step = 0
-    turn = 0
-    for i in range(gl.program_id(0), count * width, gl.num_programs(0)):
-        expert, _row, _left, _n = tile_of_rows(i, table, count, width)
-        if expert < experts:
-            sums, step = multiply(shared, step, depth, MINE, False, STAGES)
-            parts = panels_of(sums)
-            mbarrier.wait(empty.index(HALF_NUMBER), (turn & 1) ^ 1)
-            for j in gl.static_range(PANELS):
-                panels.index(PANELS * HALF_NUMBER + j).store(parts[j])
-            mbarrier.arrive(full.index(HALF_NUMBER))
-            turn += 1
 
 
 @gluon.jit
@@ -156,8 +134,8 @@ def grad_hidden_kernel(
     targets = (grad_gate, grad_up, hidden)
     gl.warp_specialize(
         [
-            (_multiply_tiles, (shared, results, table, sizes, 0, STAGES)),
-            (_multiply_tiles, (shared, results, table, sizes, HALF, STAGES)),
+            (multiply_and_hand_on, (shared, results, table, sizes, 0, False, False, STAGES)),
+            (multiply_and_hand_on, (shared, results, table, sizes, HALF, False, False, STAGES)),
             (_finish_tiles, (results, (gate, up), targets, table, sizes, inner_over_8 * 8, limit)),
             (_load_tiles, (dout, down_proj, shared, table, sizes, STAGES)),
         ],

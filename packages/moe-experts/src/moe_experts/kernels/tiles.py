@@ -131,3 +131,36 @@ def put(panel, target, at, staging, turn):
     barrier()
     tma_store(target, at, place)
     return turn ^ 1
+
+
+@gluon.jit
+def multiply_and_hand_on(
+    shared,
+    results,
+    table,
+    sizes,
+    MINE: gl.constexpr,
+    B_BY_COLUMNS: gl.constexpr,
+    BY_TMA: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """A warpgroup, for the 64 rows of each tile of an expert from MINE on: hands the tile's panels on to the warps that
+    finish it. BY_TMA: TMA reads them there."""
+    panels, full, empty = results
+    experts, width, depth = sizes
+    count = gl.load(table)
+    half: gl.constexpr = MINE // 64
+    step = 0
+    turn = 0
+    for i in range(gl.program_id(0), count * width, gl.num_programs(0)):
+        expert, _row, _left, _n = tile_of_rows(i, table, count, width)
+        if expert < experts:
+            sums, step = multiply(shared, step, depth, MINE, B_BY_COLUMNS, STAGES)
+            parts = panels_of(sums)
+            mbarrier.wait(empty.index(half), (turn & 1) ^ 1)
+            for j in gl.static_range(4):
+                panels.index(4 * half + j).reshape(parts[j].shape).store(parts[j])
+            if BY_TMA:
+                fence_async_shared()
+            mbarrier.arrive(full.index(half))
+            turn += 1
