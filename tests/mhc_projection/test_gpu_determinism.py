@@ -37,7 +37,7 @@ def test_repeats_at_the_size_of_the_model():
 def test_two_processes():
     """No order of sums hangs on what a process did before."""
     expected = on_gpu.digest()
-    processes = [start_python(DIGEST) for _ in range(2)]
+    processes = [start_python(DIGEST, quit_at_once=True) for _ in range(2)]
     assert [output_of(process, timeout=100) for process in processes] == [expected] * 2
 
 

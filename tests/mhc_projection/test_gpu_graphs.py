@@ -141,7 +141,7 @@ def test_graph_without_tokens():
 @pytest.mark.timeout(120)
 def test_first_call_in_a_capture(tmp_path):
     """A process that compiles, loads and launches inside a capture gets right numbers or a clear error."""
-    process = start_python(CAPTURE_FIRST, TRITON_CACHE_DIR=str(tmp_path))
+    process = start_python(CAPTURE_FIRST, quit_at_once=True, TRITON_CACHE_DIR=str(tmp_path))
     assert output_of(process, timeout=100).splitlines()[-1] in ("works", "refused")
 
 

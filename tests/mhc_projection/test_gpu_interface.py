@@ -55,7 +55,7 @@ def test_precompile_fills_the_cache(tmp_path):
     assert len(found) == len(launch.variants())
     compiled = set(tmp_path.rglob("*.cubin"))
     assert len(compiled) == len(found)
-    output_of(start_python(CALLS, TRITON_CACHE_DIR=str(tmp_path)), 60)
+    output_of(start_python(CALLS, quit_at_once=True, TRITON_CACHE_DIR=str(tmp_path)), 60)
     assert sorted(path.name for path in set(tmp_path.rglob("*.cubin")) - compiled) == []
 
 

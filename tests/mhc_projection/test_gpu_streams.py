@@ -188,7 +188,7 @@ print("added once")
 @pytest.mark.timeout(120)
 def test_the_first_call_of_a_process_adds_once(tmp_path):
     """The one that compiles launches once too; and the addend is not what the result is written to."""
-    process = start_python(FIRST_CALL, TRITON_CACHE_DIR=str(tmp_path))
+    process = start_python(FIRST_CALL, quit_at_once=True, TRITON_CACHE_DIR=str(tmp_path))
     assert output_of(process, timeout=100) == "added once"
 
 

@@ -80,7 +80,7 @@ def test_precompile_fills_the_cache(tmp_path):
     assert len(found) == len(launch.variants())
     compiled = set(tmp_path.rglob("*.cubin"))
     assert len(compiled) == len(found)
-    output_of(start_python(CALLS, TRITON_CACHE_DIR=str(tmp_path)), 60)
+    output_of(start_python(CALLS, quit_at_once=True, TRITON_CACHE_DIR=str(tmp_path)), 60)
     assert sorted(path.name for path in set(tmp_path.rglob("*.cubin")) - compiled) == []
 
 
@@ -88,7 +88,7 @@ def test_precompile_fills_the_cache(tmp_path):
 @pytest.mark.timeout(120)
 def test_first_call_in_a_capture(tmp_path):
     """A process that compiles, loads and launches inside a capture gets right numbers or a clear error."""
-    process = start_python(CAPTURE_FIRST, TRITON_CACHE_DIR=str(tmp_path))
+    process = start_python(CAPTURE_FIRST, quit_at_once=True, TRITON_CACHE_DIR=str(tmp_path))
     assert output_of(process, timeout=100).splitlines()[-1] in ("works", "refused")
 
 

@@ -1,5 +1,7 @@
 """What the host side launches, with which tensors, on CPU tensors: the launches are recorded and not run."""
 
+import itertools
+
 import pytest
 import torch
 from hopper_kernels.models import V41_FLASH
@@ -40,10 +42,20 @@ def forward(t):
     return launch.forward(t.x, t.gate_proj, t.up_proj, t.down_proj, t.num_tokens_per_expert, t.swiglu_limit)
 
 
-def backward_data(t, gate, up, need_x=True):
-    dout = torch.zeros_like(t.x)
+def backward(t, gate, up, *needs):
+    """needs: of x, gate, up and down."""
     weights = t.gate_proj, t.up_proj, t.down_proj
-    return launch.backward_data(dout, *weights, t.num_tokens_per_expert, gate, up, t.swiglu_limit, need_x)
+    dout = torch.zeros_like(t.x)
+    return launch.backward(dout, t.x, *weights, t.num_tokens_per_expert, gate, up, t.swiglu_limit, *needs)
+
+
+def backward_data(t, gate, up):
+    weights = t.gate_proj, t.up_proj, t.down_proj
+    return launch.backward_data(torch.zeros_like(t.x), *weights, t.num_tokens_per_expert, gate, up, t.swiglu_limit)
+
+
+def weight_grad(t, dgate_dup, h, packed=False):
+    return launch.weight_grad(torch.zeros_like(t.x), t.x, t.num_tokens_per_expert, dgate_dup, h, packed)
 
 
 def test_a_step(launches):
@@ -57,9 +69,9 @@ def test_a_step(launches):
     assert [one.options.get("PRODUCTS") for one in launches] == [None, None, 2]
     assert (dx.shape, dgate_dup.shape, h.shape) == (t.x.shape, (50, 80), (50, 40))
     launches.clear()
-    grads = launch.weight_grad(dx, t.x, t.num_tokens_per_expert, dgate_dup, h, False, True, True, True)
+    grads = weight_grad(t, dgate_dup, h)
     assert names(launches) == ["groups", "weight_grad", "weight_grad"]
-    assert [one.args[7] for one in launches[1:]] == [1, 2]  # products
+    assert [one.args[7] for one in launches[1:]] == [2, 1]  # products
     assert [g.shape for g in grads] == [t.gate_proj.shape, t.up_proj.shape, t.down_proj.shape]
 
 
@@ -67,44 +79,47 @@ def test_without_rows_nothing_is_launched(launches):
     t = operands((0, 0, 0), 0)
     out, gate, up = forward(t)
     dx, dgate_dup, h = backward_data(t, gate, up)
-    grads = launch.weight_grad(t.x, t.x, t.num_tokens_per_expert, dgate_dup, h, False, True, True, True)
+    grads = weight_grad(t, dgate_dup, h)
+    joint = backward(t, gate, up, True, True, True, True)
     assert launches == []
     assert [len(r) for r in (out, gate, up, dx, dgate_dup, h)] == [0] * 6
-    assert [g.shape for g in grads] == [t.gate_proj.shape, t.up_proj.shape, t.down_proj.shape]
-    assert not any(g.any() for g in grads)
-
-
-def test_the_gradient_of_x_is_left_out_if_nobody_needs_it(launches):
-    t = operands()
-    dx, dgate_dup, h = backward_data(t, t.x.new_zeros(50, 40), t.x.new_zeros(50, 40), need_x=False)
-    assert names(launches) == BACKWARD_DATA[:2]
-    assert dx is None
-    assert (dgate_dup.shape, h.shape) == ((50, 80), (50, 40))
+    for dw1, dw3, dw2 in (grads, joint[1:]):
+        assert (dw1.shape, dw3.shape, dw2.shape) == (t.gate_proj.shape, t.up_proj.shape, t.down_proj.shape)
+        assert not any(g.any() for g in (dw1, dw3, dw2))
+    assert [r.shape for r in backward(t, gate, up, False, False, True, False)] == [
+        EMPTY,
+        EMPTY,
+        t.up_proj.shape,
+        EMPTY,
+    ]
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("needs", [(a, b, c) for a in (0, 1) for b in (0, 1) for c in (0, 1)])
-def test_only_needed_weight_gradients(needs, packed, launches):
+@pytest.mark.parametrize("needs", list(itertools.product([False, True], repeat=4)))
+def test_only_what_is_needed_is_launched(needs, packed, launches):
+    """Groups are found once, and what reads the SwiGLU comes first, so that its memory is free for the results."""
     t = operands()
-    need_gate, need_up, need_down = map(bool, needs)
-    dgate_dup, h = t.x.new_zeros(50, 80), t.x.new_zeros(50, 40)
-    found = launch.weight_grad(t.x, t.x, t.num_tokens_per_expert, dgate_dup, h, packed, *map(bool, needs))
-    gate_shape = (3, 80, 64) if packed else (3, 40, 64)
+    if packed:
+        t = t._replace(gate_proj=torch.zeros(3, 80, 64).bfloat16(), up_proj=None)
+    need_x, need_gate, need_up, need_down = needs
+    gate, up = t.x.new_zeros(50, 40), t.x.new_zeros(50, 40)
+    dx, dw1, dw3, dw2 = backward(t, gate, up, *needs)
     need_up = need_up and not packed
-    wanted = [gate_shape if need_gate else EMPTY, (3, 40, 64) if need_up else EMPTY]
-    assert [g.shape for g in found] == [*wanted, (3, 64, 40) if need_down else EMPTY]
-    products = [1] * need_down
+    wanted = [t.x.shape if need_x else EMPTY, t.gate_proj.shape if need_gate else EMPTY]
+    wanted += [(3, 40, 64) if need_up else EMPTY, t.down_proj.shape if need_down else EMPTY]
+    assert [g.shape for g in (dx, dw1, dw3, dw2)] == wanted
     both = 2 * need_gate if packed else need_gate + need_up
-    products += [both] if both else []
-    assert [one.args[7] for one in launches[1:]] == products
-    if both and (need_gate or not need_up):
-        a, out = descriptors(launches[-1])[0].base, descriptors(launches[-1])[3].base
-        assert a.data_ptr() == dgate_dup.data_ptr()
-        assert out.data_ptr() == found[0].data_ptr()
-    if need_up:
-        other, out = descriptors(launches[-1])[1].base, descriptors(launches[-1])[4].base
-        assert other.data_ptr() == dgate_dup[:, 40:].data_ptr()
-        assert out.data_ptr() == found[1].data_ptr()
+    order = [("weight_grad", need_down), ("product", need_x), ("weight_grad", both)]
+    assert names(launches) == ["groups", "grad_hidden", *(name for name, asked in order if asked)]
+    grads = launches[1].args[4:6]  # of gate and up
+    if both:
+        assert launches[-1].args[7] == both  # products
+        sources, targets = descriptors(launches[-1])[:2], descriptors(launches[-1])[3:]
+        outs = (dw1[:, :40], dw1[:, 40:]) if packed else (dw1, dw3)
+        asked = need_gate, need_gate if packed else need_up
+        pairs = [(grad, out) for grad, out, wants in zip(grads, outs, asked, strict=True) if wants]
+        found = [(a.base.data_ptr(), out.base.data_ptr()) for a, out in zip(sources, targets, strict=True)]
+        assert found == [(a.data_ptr(), out.data_ptr()) for a, out in (pairs[0], pairs[-1])]
 
 
 @pytest.mark.parametrize("what", ["packed", "halves", "slices"])
@@ -135,7 +150,7 @@ def test_results_of_rows_end_with_their_expert(launches):
     t = operands()
     _, gate, up = forward(t)
     _, dgate_dup, h = backward_data(t, gate, up)
-    launch.weight_grad(t.x, t.x, t.num_tokens_per_expert, dgate_dup, h, False, True, True, True)
+    weight_grad(t, dgate_dup, h)
     ragged = [d for one in launches for d in descriptors(one) if len(d.shape) == 4]
     assert len(ragged) == 2 + 1 + 1 + 3 + 3
     for d in ragged:
@@ -186,9 +201,9 @@ def test_what_is_compiled_ahead_is_what_a_model_launches(launches):
     for dtype in (torch.int32, torch.int64):
         t = operands((2, 0, 1, 1), 1, hidden, inner)
         t = t._replace(num_tokens_per_expert=t.num_tokens_per_expert.to(dtype))
-        out, gate, up = forward(t)
+        _, gate, up = forward(t)
         _, dgate_dup, h = backward_data(t, gate, up)
-        launch.weight_grad(out, t.x, t.num_tokens_per_expert, dgate_dup, h, False, True, True, True)
+        weight_grad(t, dgate_dup, h)
     wanted = {compiled_for(one) for one in launches}
     found = [compiled_for(variant.compile.__self__) for variant in launch.variants()]
     assert len(set(found)) == len(found)

@@ -10,11 +10,18 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def start_python(code: str, *arguments: str, **environment: str) -> subprocess.Popen:
-    """A new process that runs `code` at the root of the repository, with further environment variables."""
+_QUIT = "\nimport os, sys\nsys.stdout.flush()\nos._exit(0)\n"
+
+
+def start_python(code: str, *arguments: str, quit_at_once: bool = False, **environment: str) -> subprocess.Popen:
+    """A new process that runs `code` at the root of the repository, with further environment variables.
+
+    quit_at_once: leave out what Python does at its end. For code with a backward on a GPU: PyTorch's thread for it may
+    still be busy then, and abort the process (pytorch/pytorch#38228).
+    """
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     return subprocess.Popen(
-        [sys.executable, "-c", code, *arguments],
+        [sys.executable, "-c", code + _QUIT * quit_at_once, *arguments],
         cwd=ROOT,
         env=inherited | environment,
         stdout=subprocess.PIPE,

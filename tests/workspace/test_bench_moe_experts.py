@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from benches import harness, moe_products
 from benches import moe_experts as bench
 from benches.peers import experts as peers
 
+ROOT = Path(__file__).resolve().parents[2]
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
@@ -129,6 +133,16 @@ def test_cases_of_a_gpu():
     assert names["EP=8, down"] == ["moe_experts", "DeepGEMM", "torch._grouped_mm"]
     assert names["EP=8, gradient of down"] == ["moe_experts", "torch._grouped_mm"]
     assert [case.label for case in bench.cases(CUDA, True)] == labels[:8]
+
+
+def test_the_errors_in_the_readme_are_the_measured_ones():
+    record = json.loads((ROOT / "benches/results/moe_experts.json").read_text())
+    (case,) = (case for case in record["cases"] if case["label"] == "EP=96, 4 experts, forward + backward")
+    readme = (ROOT / "packages/moe-experts/README.md").read_text()
+    for entry in case["candidates"][:3]:
+        errors = re.findall(r"\d\.\de-\d\d", entry["note"])
+        assert len(errors) == len(bench.RESULTS)
+        assert f"| {entry['name']} | {' | '.join(errors)} |" in readme
 
 
 @pytest.mark.gpu

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.support import compare, device, memory
+from tests.support.process import output_of, start_python
 
 pytest_plugins = ["pytester"]
 
@@ -227,6 +228,18 @@ def test_watchdog_ends_a_hung_gpu_test(tmp_path):
     assert "GPU watchdog: test_hang.py::test_hang still runs after 1 s" in done.stderr
     assert 'python -m pytest "test_hang.py::test_hang" --seed ' in done.stderr
     assert "in test_hang" in done.stderr
+
+
+@pytest.mark.parametrize(("quit_at_once", "found"), [(False, "first last"), (True, "first")])
+def test_a_process_may_quit_at_once(quit_at_once, found):
+    code = "import atexit, sys; atexit.register(print, 'last'); print(*sys.argv[1:])"
+    output = output_of(start_python(code, "first", quit_at_once=quit_at_once))
+    assert output.split() == found.split()
+
+
+def test_a_process_that_fails_is_noticed():
+    with pytest.raises(AssertionError, match=r"(?s)exit status 1.*ZeroDivisionError"):
+        output_of(start_python("1 / 0", quit_at_once=True))
 
 
 @pytest.mark.gpu

@@ -8,7 +8,7 @@ from moe_experts.plan import variants
 
 _BAD_COUNTS = "num_tokens_per_expert must not be negative, and must add up to at most the rows of x"
 
-__all__ = ["backward_data", "forward", "variants", "weight_grad"]
+__all__ = ["backward", "backward_data", "forward", "variants", "weight_grad"]
 
 
 def forward(
@@ -33,6 +33,38 @@ def forward(
     return out, gate, up
 
 
+def backward(
+    dout: Tensor,
+    x: Tensor,
+    gate_proj: Tensor,
+    up_proj: Tensor | None,
+    down_proj: Tensor,
+    counts: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    limit: float,
+    need_x: bool,
+    need_gate: bool,
+    need_up: bool,
+    need_down: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dx (M, H), and the gradients of the projections as in `weight_grad`. What is not needed is an empty tensor.
+
+    Workspace: the gradients of gate and up, (M, 2I); and, before most of the results are allocated, the SwiGLU (M, I).
+    """
+    packed, needs = up_proj is None, (need_gate, need_up, need_down)
+    if x.shape[0] == 0:
+        return x.new_empty(x.shape if need_x else 0), *_no_rows(x, counts, gate.shape[1], packed, *needs)
+    gate_proj, up_proj = _two(gate_proj, up_proj)
+    with torch.cuda.device_of(x):
+        where = _groups(counts, x.shape[0])
+        grad_gate_up, hidden = _grad_hidden(dout, down_proj, gate, up, limit, where)
+        down = _grad_down(where, dout, hidden, counts, need_down)
+        del hidden
+        dx = _grad_x(grad_gate_up, gate_proj, up_proj, where, dout) if need_x else x.new_empty(0)
+        return dx, *_grad_gate_up(where, x, grad_gate_up, counts, packed, need_gate, need_up), down
+
+
 def backward_data(
     dout: Tensor,
     gate_proj: Tensor,
@@ -42,57 +74,85 @@ def backward_data(
     gate: Tensor,
     up: Tensor,
     limit: float,
-    need_x: bool,
-) -> tuple[Tensor | None, Tensor, Tensor]:
-    """dx (M, H) or None, the gradients of gate and up side by side (M, 2I), and the SwiGLU (M, I)."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dx (M, H), the gradients of gate and up side by side (M, 2I), and the SwiGLU (M, I)."""
     rows, inner = gate.shape
-    grad_gate_up, hidden = gate.new_empty(rows, 2 * inner), torch.empty_like(gate)
-    dx = torch.empty_like(dout) if need_x else None
     if rows == 0:
-        return dx, grad_gate_up, hidden
+        return torch.empty_like(dout), gate.new_empty(rows, 2 * inner), torch.empty_like(gate)
     gate_proj, up_proj = _two(gate_proj, up_proj)
-    grad_gate, grad_up = grad_gate_up[:, :inner], grad_gate_up[:, inner:]
     with torch.cuda.device_of(dout):
         where = _groups(counts, rows)
-        plan.grad_hidden(dout, down_proj, gate, up, limit, where, grad_gate, grad_up, hidden).run()
-        if dx is not None:
-            plan.grad_x(grad_gate, grad_up, gate_proj, up_proj, where, dx).run()
-    return dx, grad_gate_up, hidden
+        grad_gate_up, hidden = _grad_hidden(dout, down_proj, gate, up, limit, where)
+        return _grad_x(grad_gate_up, gate_proj, up_proj, where, dout), grad_gate_up, hidden
 
 
 def weight_grad(
-    dout: Tensor,
-    x: Tensor,
-    counts: Tensor,
-    grad_gate_up: Tensor,
-    hidden: Tensor,
-    packed: bool,
-    need_gate: bool,
-    need_up: bool,
-    need_down: bool,
+    dout: Tensor, x: Tensor, counts: Tensor, grad_gate_up: Tensor, hidden: Tensor, packed: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the projections: gate and up (E, I, H), or both (E, 2I, H) and an empty tensor; down (E, H, I).
-
-    What is not needed is an empty tensor.
-    """
-    experts, (rows, inner), channels = counts.numel(), hidden.shape, x.shape[1]
-    need_up = need_up and not packed
-    first = x.new_empty(experts, 2 * inner if packed else inner, channels) if need_gate else x.new_empty(0)
-    second = x.new_empty(experts, inner, channels) if need_up else x.new_empty(0)
-    down = x.new_empty(experts, channels, inner) if need_down else x.new_empty(0)
-    if rows == 0:
-        return first.zero_(), second.zero_(), down.zero_()
+    """Gradients of the projections: gate and up (E, I, H), or both (E, 2I, H) and an empty tensor; down (E, H, I)."""
+    if x.shape[0] == 0:
+        return _no_rows(x, counts, hidden.shape[1], packed, True, True, True)
     with torch.cuda.device_of(x):
-        where = _groups(counts, rows)
-        if need_down:
-            plan.weight_grad(where, hidden, (dout, down)).run()
-        halves = grad_gate_up[:, :inner], grad_gate_up[:, inner:]
-        outs = (first[:, :inner], first[:, inner:]) if packed and need_gate else (first, second)
-        wanted = (need_gate, need_gate if packed else need_up)
-        pairs = [pair for pair, want in zip(zip(halves, outs, strict=True), wanted, strict=True) if want]
-        if pairs:
-            plan.weight_grad(where, x, *pairs).run()
-    return first, second, down
+        where = _groups(counts, x.shape[0])
+        first, second = _grad_gate_up(where, x, grad_gate_up, counts, packed, True, True)
+        return first, second, _grad_down(where, dout, hidden, counts, True)
+
+
+def _grad_hidden(
+    dout: Tensor, down_proj: Tensor, gate: Tensor, up: Tensor, limit: float, where: plan.Groups
+) -> tuple[Tensor, Tensor]:
+    """The gradients of gate and up side by side, and the SwiGLU."""
+    rows, inner = gate.shape
+    grads, hidden = gate.new_empty(rows, 2 * inner), torch.empty_like(gate)
+    plan.grad_hidden(dout, down_proj, gate, up, limit, where, grads[:, :inner], grads[:, inner:], hidden).run()
+    return grads, hidden
+
+
+def _grad_x(grad_gate_up: Tensor, gate_proj: Tensor, up_proj: Tensor, where: plan.Groups, like: Tensor) -> Tensor:
+    inner = grad_gate_up.shape[1] // 2
+    dx = torch.empty_like(like)
+    plan.grad_x(grad_gate_up[:, :inner], grad_gate_up[:, inner:], gate_proj, up_proj, where, dx).run()
+    return dx
+
+
+def _grad_down(where: plan.Groups, dout: Tensor, hidden: Tensor, counts: Tensor, needed: bool) -> Tensor:
+    if not needed:
+        return dout.new_empty(0)
+    out = dout.new_empty(counts.numel(), dout.shape[1], hidden.shape[1])
+    plan.weight_grad(where, hidden, (dout, out)).run()
+    return out
+
+
+def _grad_gate_up(
+    where: plan.Groups, x: Tensor, grad_gate_up: Tensor, counts: Tensor, packed: bool, need_gate: bool, need_up: bool
+) -> tuple[Tensor, Tensor]:
+    """The gradients of the gate and the up projection, in one launch if both are needed."""
+    inner = grad_gate_up.shape[1] // 2
+    first, second = _empty(x, counts, inner, packed, need_gate, need_up)
+    outs = (first[:, :inner], first[:, inner:]) if packed and need_gate else (first, second)
+    halves = grad_gate_up[:, :inner], grad_gate_up[:, inner:]
+    pairs = [(half, out) for half, out in zip(halves, outs, strict=True) if out.numel()]
+    if pairs:
+        plan.weight_grad(where, x, *pairs).run()
+    return first, second
+
+
+def _empty(
+    x: Tensor, counts: Tensor, inner: int, packed: bool, need_gate: bool, need_up: bool
+) -> tuple[Tensor, Tensor]:
+    """For the gradients of the gate and the up projection; what is not needed, and the second if packed, is empty."""
+    shape = counts.numel(), inner, x.shape[1]
+    if packed:
+        return x.new_empty((shape[0], 2 * inner, shape[2]) if need_gate else 0), x.new_empty(0)
+    return x.new_empty(shape if need_gate else 0), x.new_empty(shape if need_up else 0)
+
+
+def _no_rows(
+    x: Tensor, counts: Tensor, inner: int, packed: bool, need_gate: bool, need_up: bool, need_down: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    first, second = _empty(x, counts, inner, packed, need_gate, need_up)
+    down = x.new_zeros((counts.numel(), x.shape[1], inner) if need_down else 0)
+    return first.zero_(), second.zero_(), down
 
 
 def _two(gate_proj: Tensor, up_proj: Tensor | None) -> tuple[Tensor, Tensor]:

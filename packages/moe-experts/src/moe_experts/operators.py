@@ -1,7 +1,7 @@
 """The operators: schemas, argument checks, fakes, and which implementation runs. Derivatives: `autograd.py`.
 
-The operators call the function of their name in `reference`, or those of `launch`: `forward`, `backward_data` and
-`weight_grad`, of which the joint backward is the last two.
+The operators call the function of their name in `reference` or in `launch`: `forward`, `backward`, `backward_data` and
+`weight_grad`.
 
 The last result of the forward operator, `used_reference`, a 0-dim bool on the CPU, says whether the caller was inside
 `hopper_kernels.reference()`. Autograd hands it to the backward operator, which so runs the implementation that its
@@ -117,18 +117,11 @@ def _backward(
     weights = gate_proj, up_proj, down_proj
     check_backward(dout, x, *weights, num_tokens_per_expert, gate, up, swiglu_limit)
     arguments.memory(x=x, gate_proj=gate_proj, up_proj=up_proj, down_proj=down_proj, gate=gate, up=up)
-    packed = up_proj is None
-    needs = need_gate, need_up and not packed, need_down
+    rest = gate, up, swiglu_limit, need_x, need_gate, need_up, need_down
     if not _use_kernel("the backward of moe_experts", x, used_reference):
-        operands = dout, x, *weights, num_tokens_per_expert, gate, up, swiglu_limit
-        return reference.backward(*operands, need_x, *needs)
+        return reference.backward(dout, x, *weights, num_tokens_per_expert, *rest)
     counts = _for_kernels(num_tokens_per_expert, x.shape[0])
-    dout, launch = arguments.readable(dout), _launch()
-    dx, dgate_dup, h = launch.backward_data(dout, *weights, counts, gate, up, swiglu_limit, need_x)
-    dx = x.new_empty(0) if dx is None else dx
-    if not any(needs):
-        return dx, *(x.new_empty(0) for _ in needs)
-    return dx, *launch.weight_grad(dout, x, counts, dgate_dup, h, packed, *needs)
+    return _launch().backward(arguments.readable(dout), x, *weights, counts, *rest)
 
 
 def _backward_data(dout, gate_proj, up_proj, down_proj, num_tokens_per_expert, gate, up, swiglu_limit):
@@ -138,7 +131,7 @@ def _backward_data(dout, gate_proj, up_proj, down_proj, num_tokens_per_expert, g
     if not _use_kernel("moe_experts_backward_data", dout):
         return reference.backward_data(dout, *weights, num_tokens_per_expert, gate, up, swiglu_limit)
     counts = _for_kernels(num_tokens_per_expert, dout.shape[0])
-    return _launch().backward_data(arguments.readable(dout), *weights, counts, gate, up, swiglu_limit, True)
+    return _launch().backward_data(arguments.readable(dout), *weights, counts, gate, up, swiglu_limit)
 
 
 def _weight_grad(dout, x, num_tokens_per_expert, dgate_dup, h, packed):
@@ -147,8 +140,7 @@ def _weight_grad(dout, x, num_tokens_per_expert, dgate_dup, h, packed):
     if not _use_kernel("moe_experts_weight_grad", x):
         return reference.weight_grad(dout, x, num_tokens_per_expert, dgate_dup, h, packed)
     counts = _for_kernels(num_tokens_per_expert, x.shape[0])
-    needs = True, not packed, True
-    return _launch().weight_grad(arguments.readable(dout), x, counts, dgate_dup, h, packed, *needs)
+    return _launch().weight_grad(arguments.readable(dout), x, counts, dgate_dup, h, packed)
 
 
 _implementations = {
