@@ -6,6 +6,7 @@ Options: `--seed N` repeats a test with the seed that it printed. Markers: `gpu`
 
 from __future__ import annotations
 
+import os
 import random
 import zlib
 from collections import Counter
@@ -22,6 +23,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Or the threads of `-n` processes wait for each other's cores, which takes several times as long.
+    processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    torch.set_num_threads(max(1, torch.get_num_threads() // processes))
     if not config.pluginmanager.hasplugin("timeout"):
         config.addinivalue_line("markers", "timeout(seconds): limit of a test; needs pytest-timeout to act")
 

@@ -1,6 +1,5 @@
 """Wrong arguments: which error, naming what, of the public functions and the operators, real and traced."""
 
-import contextlib
 import math
 
 import pytest
@@ -13,40 +12,22 @@ from moe_experts import (
     moe_experts_weight_grad,
     reference,
 )
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-real_and_fake = pytest.mark.parametrize("mode", [contextlib.nullcontext, FakeTensorMode], ids=["real", "fake"])
+from tests.moe_experts.wrong import (
+    BF16,
+    COUNTS,
+    counts,
+    elsewhere,
+    freed,
+    made,
+    off_by_one,
+    ones,
+    real_and_fake,
+    rows,
+    transposed,
+)
+
 OPERATORS = torch.ops.moe_experts
-BF16 = torch.bfloat16
-COUNTS = "num_tokens_per_expert"
-
-
-def ones(*shape, dtype=BF16):
-    """Makes a tensor when called, inside the test's FakeTensorMode."""
-    return lambda: torch.ones(shape, dtype=dtype)
-
-
-def counts(*sizes, dtype=torch.int64):
-    return lambda: torch.tensor(sizes, dtype=dtype)
-
-
-def elsewhere(*shape, dtype=BF16):
-    return lambda: torch.ones(shape, dtype=dtype, device="meta")
-
-
-def transposed(*shape):
-    """Contiguous but for its last two axes."""
-    return lambda: torch.ones(shape, dtype=BF16).mT.contiguous().mT
-
-
-def made(arguments):
-    return {name: value() if callable(value) else value for name, value in arguments.items()}
-
-
-def rows(names, cases):
-    """Parametrises by cases whose first field is their name."""
-    return pytest.mark.parametrize(names.split(), [case[1:] for case in cases], ids=[case[0] for case in cases])
-
 
 # M = 7, E = 3, H = 16, I = 24
 FORWARD = {
@@ -321,16 +302,6 @@ def test_no_tensors(function, arguments, value):
     for name in arguments.keys() - {"swiglu_limit", "packed", "up_proj"}:
         with pytest.raises(TypeError, match=rf"^{name} must be a torch\.Tensor, got NoneType"):
             function(**made(arguments | {name: None}))
-
-
-def off_by_one(t):
-    return t.new_empty(t.numel() + 1)[1:].view_as(t).copy_(t)
-
-
-def freed(t):
-    """As FSDP leaves a parameter between its uses."""
-    t.untyped_storage().resize_(0)
-    return t
 
 
 CALLS = [

@@ -220,7 +220,7 @@ def test_the_reference_context_runs_the_definition(name, what, call, launched, c
 def test_the_flag_says_where_the_caller_was(inside):
     """As a tensor of its own on the CPU, also where tensors are made elsewhere by default."""
     with torch.device("meta"), use_definition() if inside else nullcontext():
-        flag, other = operators._used_reference(), operators._used_reference()
+        flag, other = operators.reference_flag(), operators.reference_flag()
     assert flag.item() is inside
     assert (flag.dtype, flag.device.type, flag.ndim) == (torch.bool, "cpu", 0)
     assert flag.data_ptr() != other.data_ptr()
@@ -280,8 +280,8 @@ def test_only_what_is_needed_is_asked_for(names, monkeypatch):
 def test_weights_that_are_not_needed_are_not_multiplied(monkeypatch):
     """Not even with each other: the definition's products, counted."""
     products = []
-    right = reference._rounded
-    monkeypatch.setattr(reference, "_rounded", lambda t, dtype: products.append(tuple(t.shape)) or right(t, dtype))
+    right = reference.rounded
+    monkeypatch.setattr(reference, "rounded", lambda t, dtype: products.append(tuple(t.shape)) or right(t, dtype))
     for names, count in (((), 0), (("gate_proj",), 1), (("down_proj",), 1), (("gate_proj", "up_proj"), 2), (("x",), 0)):
         t = inputs.operands((5, 0), 0).requires_grad(*(names or ("x",)))
         out = moe_experts(*t)
@@ -324,5 +324,6 @@ def test_the_package_imports_no_launcher():
     code = "import sys, moe_experts; print([n for n in sys.modules if n.startswith(('moe_experts.', 'triton'))])"
     loaded = output_of(start_python(code))
     assert "moe_experts.reference" in loaded
+    assert "moe_experts.fp8.reference" in loaded
     assert "triton" not in loaded
     assert "launch" not in loaded

@@ -24,7 +24,7 @@ def unsupported_shape_reason(hidden_size: int, intermediate_size: int, fp8: bool
     Both must be positive multiples of 8, or of 128 with fp8. The same words as the ValueError of the call.
     """
     try:
-        _sizes(hidden_size, intermediate_size, fp8)
+        sizes(hidden_size, intermediate_size, fp8)
     except ValueError as error:
         return str(error)
     return None
@@ -42,10 +42,7 @@ def experts(
 ) -> None:
     """Checks what every call with the weights takes. rows: (M, H), x or its stand-in, which errors call `rows_name`."""
     _experts(rows_name, rows, gate_proj, up_proj, down_proj, num_tokens_per_expert, swiglu_limit, fp8)
-    contiguous(down_proj=down_proj)
-    _whole_rows("gate_proj", gate_proj)
-    if up_proj is not None:
-        _whole_rows("up_proj", up_proj)
+    layouts_of_weights(gate_proj, up_proj, down_proj)
 
 
 @checks.remembered
@@ -70,9 +67,17 @@ def _experts(
         checks.ndim(name, weight, 3)
     for name, value in operands.items():
         checks.dtype(name, value, torch.bfloat16)
-    experts, hidden = _number_of_experts(num_tokens_per_expert), rows.shape[1]
+    experts, hidden = number_of_experts(num_tokens_per_expert), rows.shape[1]
     inner = down_proj.shape[2]
-    _sizes(hidden, inner, fp8)
+    sizes(hidden, inner, fp8)
+    shapes_of_weights(gate_proj, up_proj, down_proj, experts, hidden)
+    limit(swiglu_limit)
+    checks.same_device(**operands, num_tokens_per_expert=num_tokens_per_expert)
+
+
+def shapes_of_weights(gate_proj: Tensor, up_proj: Tensor | None, down_proj: Tensor, experts: int, hidden: int) -> None:
+    """The weights, of three axes each, must be those of so many experts of H = `hidden`; down_proj says what I is."""
+    inner = down_proj.shape[2]
     if up_proj is None:
         packed = "gate_proj, which is packed if up_proj is None,"
         checks.multiple(f"the number of rows 2I of {packed}", gate_proj.shape[1], 2)
@@ -81,8 +86,14 @@ def _experts(
         checks.shape("gate_proj", gate_proj, (experts, inner, hidden))
         checks.shape("up_proj", up_proj, (experts, inner, hidden))
     checks.shape("down_proj", down_proj, (experts, hidden, inner))
-    limit(swiglu_limit)
-    checks.same_device(**operands, num_tokens_per_expert=num_tokens_per_expert)
+
+
+def layouts_of_weights(gate_proj: Tensor, up_proj: Tensor | None, down_proj: Tensor) -> None:
+    """down_proj must be contiguous, and the others have whole rows."""
+    contiguous(down_proj=down_proj)
+    _whole_rows("gate_proj", gate_proj)
+    if up_proj is not None:
+        _whole_rows("up_proj", up_proj)
 
 
 def activations(rows: Tensor, **found: tuple[Tensor, int]) -> None:
@@ -102,9 +113,9 @@ def weight_grad(dout: Tensor, x: Tensor, num_tokens_per_expert: Tensor, dgate_du
     for name, value in tensors.items():
         checks.ndim(name, value, 2)
     checks.dtype("x", x, torch.bfloat16)
-    _number_of_experts(num_tokens_per_expert)
+    number_of_experts(num_tokens_per_expert)
     hidden, inner = x.shape[1], h.shape[1]
-    _sizes(hidden, inner, False)
+    sizes(hidden, inner, False)
     checks.same_device(**tensors, num_tokens_per_expert=num_tokens_per_expert)
     activations(x, dout=(dout, hidden), dgate_dup=(dgate_dup, 2 * inner), h=(h, inner))
     contiguous(x=x, dgate_dup=dgate_dup, h=h)
@@ -171,7 +182,8 @@ def groups(num_tokens_per_expert: Tensor, rows: int) -> Iterator[tuple[int, slic
         start += size
 
 
-def _number_of_experts(num_tokens_per_expert: Tensor) -> int:
+def number_of_experts(num_tokens_per_expert: Tensor) -> int:
+    """E, after a check that these can be the sizes of as many groups."""
     checks.ndim("num_tokens_per_expert", num_tokens_per_expert, 1)
     checks.dtype("num_tokens_per_expert", num_tokens_per_expert, torch.int32, torch.int64)
     count = num_tokens_per_expert.shape[0]
@@ -179,7 +191,8 @@ def _number_of_experts(num_tokens_per_expert: Tensor) -> int:
     return count
 
 
-def _sizes(hidden: int, inner: int, fp8: bool) -> None:
+def sizes(hidden: int, inner: int, fp8: bool) -> None:
+    """H and I must be what `unsupported_shape_reason` says."""
     multiple = BLOCK if fp8 else CHANNEL_MULTIPLE
     for name, size in {"hidden_size": hidden, "intermediate_size": inner}.items():
         checks.integer(name, size)

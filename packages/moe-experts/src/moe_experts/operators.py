@@ -55,7 +55,7 @@ def _launch() -> ModuleType:
     return importlib.import_module("moe_experts.launch")
 
 
-def _use_kernel(what: str, t: Tensor, used_reference: Tensor | None = None) -> bool:
+def use_kernel(what: str, t: Tensor, used_reference: Tensor | None = None) -> bool:
     """Whether the kernel runs on t, not the definition. `what` names the caller's function in errors."""
     if used_reference is not None and used_reference.item():
         with dispatch.reference():
@@ -63,11 +63,12 @@ def _use_kernel(what: str, t: Tensor, used_reference: Tensor | None = None) -> b
     return dispatch.use_kernel("moe_experts", t, what)
 
 
-def _used_reference() -> Tensor:
+def reference_flag() -> Tensor:
+    """`used_reference` of a forward that is called here."""
     return torch.scalar_tensor(dispatch.reference_requested(), dtype=torch.bool, device=_CPU)
 
 
-def _for_kernels(num_tokens_per_expert: Tensor, rows: int) -> Tensor:
+def for_kernels(num_tokens_per_expert: Tensor, rows: int) -> Tensor:
     """The group sizes as the kernels read them, looked at here only if the environment asks for that."""
     if os.environ.get("MOE_EXPERTS_CHECK") == "1":
         arguments.group_sizes(num_tokens_per_expert, rows)
@@ -92,10 +93,10 @@ def _forward(x, gate_proj, up_proj, down_proj, num_tokens_per_expert, swiglu_lim
     arguments.experts("x", x, *weights, num_tokens_per_expert, swiglu_limit)
     arguments.contiguous(x=x)
     arguments.memory(x=x, gate_proj=gate_proj, up_proj=up_proj, down_proj=down_proj)
-    if _use_kernel("moe_experts", x):
-        counts = _for_kernels(num_tokens_per_expert, x.shape[0])
-        return *_launch().forward(x, *weights, counts, swiglu_limit), _used_reference()
-    return *reference.forward(x, *weights, num_tokens_per_expert, swiglu_limit), _used_reference()
+    if use_kernel("moe_experts", x):
+        counts = for_kernels(num_tokens_per_expert, x.shape[0])
+        return *_launch().forward(x, *weights, counts, swiglu_limit), reference_flag()
+    return *reference.forward(x, *weights, num_tokens_per_expert, swiglu_limit), reference_flag()
 
 
 def _backward(
@@ -118,9 +119,9 @@ def _backward(
     check_backward(dout, x, *weights, num_tokens_per_expert, gate, up, swiglu_limit)
     arguments.memory(x=x, gate_proj=gate_proj, up_proj=up_proj, down_proj=down_proj, gate=gate, up=up)
     rest = gate, up, swiglu_limit, need_x, need_gate, need_up, need_down
-    if not _use_kernel("the backward of moe_experts", x, used_reference):
+    if not use_kernel("the backward of moe_experts", x, used_reference):
         return reference.backward(dout, x, *weights, num_tokens_per_expert, *rest)
-    counts = _for_kernels(num_tokens_per_expert, x.shape[0])
+    counts = for_kernels(num_tokens_per_expert, x.shape[0])
     return _launch().backward(arguments.readable(dout), x, *weights, counts, *rest)
 
 
@@ -128,18 +129,18 @@ def _backward_data(dout, gate_proj, up_proj, down_proj, num_tokens_per_expert, g
     weights = gate_proj, up_proj, down_proj
     check_backward_data(dout, *weights, num_tokens_per_expert, gate, up, swiglu_limit)
     arguments.memory(gate_proj=gate_proj, up_proj=up_proj, down_proj=down_proj, gate=gate, up=up)
-    if not _use_kernel("moe_experts_backward_data", dout):
+    if not use_kernel("moe_experts_backward_data", dout):
         return reference.backward_data(dout, *weights, num_tokens_per_expert, gate, up, swiglu_limit)
-    counts = _for_kernels(num_tokens_per_expert, dout.shape[0])
+    counts = for_kernels(num_tokens_per_expert, dout.shape[0])
     return _launch().backward_data(arguments.readable(dout), *weights, counts, gate, up, swiglu_limit)
 
 
 def _weight_grad(dout, x, num_tokens_per_expert, dgate_dup, h, packed):
     arguments.weight_grad(dout, x, num_tokens_per_expert, dgate_dup, h)
     arguments.memory(x=x, dgate_dup=dgate_dup, h=h)
-    if not _use_kernel("moe_experts_weight_grad", x):
+    if not use_kernel("moe_experts_weight_grad", x):
         return reference.weight_grad(dout, x, num_tokens_per_expert, dgate_dup, h, packed)
-    counts = _for_kernels(num_tokens_per_expert, x.shape[0])
+    counts = for_kernels(num_tokens_per_expert, x.shape[0])
     return _launch().weight_grad(arguments.readable(dout), x, counts, dgate_dup, h, packed)
 
 

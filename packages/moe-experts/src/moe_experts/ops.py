@@ -1,10 +1,10 @@
 """Public functions: argument checks, and the operators behind them, which are in `operators.py`."""
 
 import torch
-from hopper_kernels import KernelUnavailable
 from torch import Tensor
 
 from moe_experts import arguments, operators
+from moe_experts.fp8 import ops as fp8_ops
 
 
 def moe_experts(
@@ -26,20 +26,28 @@ def moe_experts(
     num_tokens_per_expert: (E,) int32 or int64: expert e owns the n_e rows that follow those of the experts before it.
         Any numbers whose sum is at most M, also 0; see `TOKEN_GROUP_ALIGNMENT`.
     swiglu_limit: above 0; inf for no clamping.
-    fp8: to come. True raises `hopper_kernels.KernelUnavailable`.
-    H and I are multiples of 8. All tensors are on one device, at addresses that are multiples of 16 bytes. None is
-    modified or copied.
+    fp8: whether the products are of e4m3 numbers, see below.
+    H and I are multiples of 8, with fp8 of 128. All tensors are on one device, at addresses that are multiples of 16
+    bytes. None is modified or copied.
 
     Returns out (M, H) bf16. With an expert's rows X, weights Wg, Wu, Wd and l = swiglu_limit,
         G = X Wg^T,  U = X Wu^T,  h = silu(min(G, l)) * min(max(U, -l), l),  out = h Wd^T
     where each sum is fp32 and G, U, h and out are rounded to bf16 once. Rows past the last group are +0, and what x
     holds there is not read. NaN and Inf stay in their row and, in the gradients, in their expert's weights.
 
+    With fp8 the operands of the products are e4m3 numbers with fp32 scales, RN(max(amax, floor) / 448). A scale is that
+    of 128 channels of a row or of a block of 128 x 128 of a weight, and in the weights' gradients of 128 rows of a
+    channel, counted from the expert's first. h and the gradients of G and U are quantised from fp32 instead of being
+    rounded to bf16. Each call quantises the weights; `moe_experts_fp8_quantize_weights` does it for many calls. There
+    are no kernels for it yet: on a GPU it raises KernelUnavailable with the words of `fp8_unavailable_reason()`.
+
     Differentiable in x and the weights; only the gradients that are asked for are computed. A clamp's bound itself has
     a gradient, as with torch.clamp. The gradient of x is 0 past the last group, those of the weights of an expert
-    without rows are 0. `reference.forward` and `reference.backward` are the exact definitions. Kept for the backward:
-    the inputs, and G and U, 4 I bytes a row. Bitwise repeatable; a row's results do not depend on other rows.
-    Second-order gradients raise RuntimeError. Autocast changes nothing, and converts nothing.
+    without rows are 0. `forward` and `backward` of `reference` and, with fp8, of `fp8.reference` are the exact
+    definitions. Kept for the backward: the inputs, and G and U, 4 I bytes a row; with fp8, if a gradient can be asked
+    for, none of the inputs, but G and U, x in FP8, H bytes a row of `padded_rows`, and the weights in FP8. Bitwise
+    repeatable; a row's results do not depend on other rows. Second-order gradients raise RuntimeError. Autocast changes
+    nothing, and converts nothing.
 
     Raises TypeError or ValueError that names the argument before anything is launched, and
     `hopper_kernels.KernelUnavailable` on a CUDA device that is not SM90 or with a Triton or a PyTorch that the kernels
@@ -54,9 +62,9 @@ def moe_experts(
     arguments.boolean("fp8", fp8)
     arguments.experts("x", x, gate_proj, up_proj, down_proj, num_tokens_per_expert, swiglu_limit, fp8)
     arguments.contiguous(x=x)
-    if fp8:
-        raise KernelUnavailable("moe_experts has no FP8 path yet, it comes in a later version: call it with fp8=False")
     weights = gate_proj, up_proj, down_proj
+    if fp8:
+        return fp8_ops.forward(x, *weights, num_tokens_per_expert, swiglu_limit)
     return torch.ops.moe_experts.moe_experts_forward(x, *weights, num_tokens_per_expert, swiglu_limit)[0]
 
 

@@ -37,10 +37,10 @@ def forward(
     gate, up = (x.new_zeros((x.shape[0], inner)) for _ in range(2))
     for expert, rows in arguments.groups(num_tokens_per_expert, x.shape[0]):
         tokens = x[rows].double()
-        gate[rows] = _rounded(tokens @ gate_weights[expert].double().t(), x.dtype)
-        up[rows] = _rounded(tokens @ up_weights[expert].double().t(), x.dtype)
-        h = _swiglu(gate[rows], up[rows], swiglu_limit)
-        out[rows] = _rounded(h.double() @ down_proj[expert].double().t(), x.dtype)
+        gate[rows] = rounded(tokens @ gate_weights[expert].double().t(), x.dtype)
+        up[rows] = rounded(tokens @ up_weights[expert].double().t(), x.dtype)
+        h = swiglu(gate[rows], up[rows], swiglu_limit, x.dtype)
+        out[rows] = rounded(h.double() @ down_proj[expert].double().t(), x.dtype)
     return out, gate, up
 
 
@@ -72,13 +72,13 @@ def backward_data(
     dgate_dup, h = dout.new_zeros((rows_count, 2 * inner)), dout.new_zeros((rows_count, inner))
     dgate, dup = dgate_dup[:, :inner], dgate_dup[:, inner:]
     for expert, rows in arguments.groups(num_tokens_per_expert, rows_count):
-        dh = _rounded(dout[rows].double() @ down_proj[expert].double(), dout.dtype)
-        h[rows] = _swiglu(gate[rows], up[rows], swiglu_limit)
-        dgate[rows], dup[rows] = _swiglu_backward(dh, gate[rows], up[rows], swiglu_limit)
+        dh = rounded(dout[rows].double() @ down_proj[expert].double(), dout.dtype)
+        h[rows] = swiglu(gate[rows], up[rows], swiglu_limit, dout.dtype)
+        dgate[rows], dup[rows] = swiglu_backward(dh, gate[rows], up[rows], swiglu_limit, dout.dtype)
         if need_x:
             total = dgate[rows].double() @ gate_weights[expert].double()
             total += dup[rows].double() @ up_weights[expert].double()
-            dx[rows] = _rounded(total, dout.dtype)
+            dx[rows] = rounded(total, dout.dtype)
     return dx, dgate_dup, h
 
 
@@ -111,9 +111,9 @@ def weight_grad(
         tokens = x[rows].double()
         for name, part in columns.items():
             if needed[name]:
-                found[name][expert] = _rounded(dgate_dup[rows, part].double().t() @ tokens, x.dtype)
+                found[name][expert] = rounded(dgate_dup[rows, part].double().t() @ tokens, x.dtype)
         if need_down:
-            dw2[expert] = _rounded(dout[rows].double().t() @ h[rows].double(), x.dtype)
+            dw2[expert] = rounded(dout[rows].double().t() @ h[rows].double(), x.dtype)
     return found["gate"], found["up"], dw2
 
 
@@ -139,29 +139,31 @@ def backward(
     return dx, *weight_grad(dout, x, num_tokens_per_expert, dgate_dup, h, up_proj is None, *needs)
 
 
+def rounded(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """t in float64 rounded to fp32 and then to `dtype`, so that bf() is the one to bf16; as it is for float64."""
+    return t if dtype == torch.float64 else t.float().to(dtype)
+
+
+def swiglu(gate: Tensor, up: Tensor, limit: float, dtype: torch.dtype) -> Tensor:
+    """silu(Gc) Uc of G = gate and U = up, of any one shape, rounded to `dtype` once."""
+    g, u = gate.double().clamp(max=limit), up.double().clamp(-limit, limit)
+    return rounded(g * torch.sigmoid(g) * u, dtype)
+
+
+def swiglu_backward(dh: Tensor, gate: Tensor, up: Tensor, limit: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """dG and dU, by the formulas of `backward_data` from dH = dh, each rounded to `dtype` once."""
+    dh, gate, up = dh.double(), gate.double(), up.double()
+    g, u = gate.clamp(max=limit), up.clamp(-limit, limit)
+    s = torch.sigmoid(g)
+    # Selected, not multiplied by 0: what is beyond a bound may be infinite.
+    dgate = torch.where(gate <= limit, dh * u * s * (1 + g * (1 - s)), 0.0)
+    dup = torch.where((up >= -limit) & (up <= limit), dh * g * s, 0.0)
+    return rounded(dgate, dtype), rounded(dup, dtype)
+
+
 def _halves(gate_proj: Tensor, up_proj: Tensor | None) -> tuple[Tensor, Tensor]:
     """The gate and the up weights (E, I, H) as views, packed or not."""
     if up_proj is not None:
         return gate_proj, up_proj
     inner = gate_proj.shape[1] // 2
     return gate_proj[:, :inner], gate_proj[:, inner:]
-
-
-def _rounded(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """bf(): t in float64 rounded to fp32 and then to `dtype`; as it is for float64."""
-    return t if dtype == torch.float64 else t.float().to(dtype)
-
-
-def _swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
-    g, u = gate.double().clamp(max=limit), up.double().clamp(-limit, limit)
-    return _rounded(g * torch.sigmoid(g) * u, gate.dtype)
-
-
-def _swiglu_backward(dh: Tensor, gate: Tensor, up: Tensor, limit: float) -> tuple[Tensor, Tensor]:
-    dh, gate, up, dtype = dh.double(), gate.double(), up.double(), dh.dtype
-    g, u = gate.clamp(max=limit), up.clamp(-limit, limit)
-    s = torch.sigmoid(g)
-    # Selected, not multiplied by 0: what is beyond a bound may be infinite.
-    dgate = torch.where(gate <= limit, dh * u * s * (1 + g * (1 - s)), 0.0)
-    dup = torch.where((up >= -limit) & (up <= limit), dh * g * s, 0.0)
-    return _rounded(dgate, dtype), _rounded(dup, dtype)
