@@ -145,16 +145,6 @@ def test_the_reference_context_runs_the_definition(name, what, call, card, machi
         assert (results[-1].dtype, results[-1].device.type, results[-1].ndim) == (torch.bool, "cpu", 0)
 
 
-@pytest.mark.parametrize("inside", [False, True])
-def test_the_flag_says_where_the_caller_was(inside):
-    """As a tensor of its own on the CPU, also where tensors are made elsewhere by default."""
-    with torch.device("meta"), use_definition() if inside else nullcontext():
-        flag, other = operators._used_reference(), operators._used_reference()
-    assert flag.item() is inside
-    assert (flag.dtype, flag.device.type, flag.ndim) == (torch.bool, "cpu", 0)
-    assert flag.data_ptr() != other.data_ptr()
-
-
 @each_backward
 @pytest.mark.parametrize("card", [HOPPER, AMPERE])
 def test_a_backward_outside_the_context_remembers_it(name, call, card, machine, ran):

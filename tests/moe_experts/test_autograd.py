@@ -1,34 +1,56 @@
-"""Autograd's corners on CPU tensors: frozen operands, what is kept, cotangents, checkpoints, what has no derivative."""
+"""Autograd's corners on CPU tensors, in bf16 and, where nothing but the function is another, in FP8: frozen operands,
+what is kept, cotangents, checkpoints, what has no derivative."""
 
 import itertools
+from collections.abc import Callable
+from types import ModuleType
+from typing import NamedTuple
 
 import pytest
 import torch
 from moe_experts import moe_experts, moe_experts_backward_data, moe_experts_forward, moe_experts_weight_grad, reference
+from moe_experts.fp8 import reference as fp8_reference
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from tests.moe_experts import inputs
+from tests.moe_experts import fp8_on_cpu, inputs
 from tests.moe_experts.on_cpu import NAMES, each_form, gradients, names_of, operands, same
 from tests.support.compare import assert_same_bytes
 
 
+class Path(NamedTuple):
+    """bf16 or FP8: the function, operands for it, the definition, and the operator that a forward calls."""
+
+    call: Callable
+    operands: Callable
+    definition: ModuleType
+    operator: str
+
+
+PATHS = {
+    "bf16": Path(moe_experts, operands, reference, "moe_experts_forward"),
+    "fp8": Path(fp8_on_cpu.call, fp8_on_cpu.operands, fp8_reference, "moe_experts_fp8_forward"),
+}
+each_path = pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
+
+
+@each_path
 @each_form
-def test_any_subset_of_inputs_requiring_grad(form):
+def test_any_subset_of_inputs_requiring_grad(path, form):
     """The same bits as with all; without any, the result does not require grad and nothing is kept."""
-    t = operands(form, limit=1.0)
+    t = path.operands(form, limit=1.0)
     dout = inputs.cotangent(t)
-    wanted = dict(zip(("out", *names_of(t)), gradients(t, dout), strict=True))
+    wanted = dict(zip(("out", *names_of(t)), gradients(t, dout, None, path.call), strict=True))
     for count in range(1, len(names_of(t)) + 1):
         for names in itertools.combinations(names_of(t), count):
-            same(gradients(t, dout, names), [wanted["out"], *(wanted[name] for name in names)])
+            same(gradients(t, dout, names, path.call), [wanted["out"], *(wanted[name] for name in names)])
             leaves = t.requires_grad(*names)
-            moe_experts(*leaves).backward(dout)
+            path.call(*leaves).backward(dout)
             assert all((leaf.grad is not None) == leaf.requires_grad for leaf in leaves.leaves)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda s: saved.append(s), lambda s: s):
-        assert not moe_experts(*t).requires_grad
+        assert not path.call(*t).requires_grad
         with torch.no_grad():
-            out = moe_experts(*t.requires_grad())
+            out = path.call(*t.requires_grad())
     assert not saved
     assert not out.requires_grad
     assert_same_bytes(out, wanted["out"])
@@ -72,11 +94,12 @@ def test_cotangents_of_any_strides(form):
     same([leaf.grad for leaf in leaves.leaves], wanted)
 
 
-def test_twice_backward_accumulates():
-    t = inputs.operands().requires_grad()
+@each_path
+def test_twice_backward_accumulates(path):
+    t = path.operands().requires_grad()
     before = [leaf.detach().clone() for leaf in t.leaves]
     dout = inputs.cotangent(t)
-    out = moe_experts(*t)
+    out = path.call(*t)
     given = dout.clone()
     out.backward(dout, retain_graph=True)
     once = [leaf.grad.clone() for leaf in t.leaves]
@@ -106,42 +129,45 @@ class WithoutGradient(torch.autograd.Function):
         return None
 
 
-def test_a_result_whose_gradient_is_missing(monkeypatch):
+@each_path
+def test_a_result_whose_gradient_is_missing(path, monkeypatch):
     """Nothing is computed then: no gradient of zeros is made up."""
-    monkeypatch.setattr(reference, "backward", lambda *args: pytest.fail("something ran"))
-    t = inputs.operands().requires_grad()
-    out = WithoutGradient.apply(moe_experts(*t))
+    monkeypatch.setattr(path.definition, "backward", lambda *args: pytest.fail("something ran"))
+    t = path.operands().requires_grad()
+    out = WithoutGradient.apply(path.call(*t))
     grads = torch.autograd.grad(out, t.leaves, torch.ones_like(out), allow_unused=True)
     assert grads == (None,) * 4
 
 
+@each_path
 @each_form
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_recomputed_by_a_checkpoint(form, use_reentrant):
-    t = operands(form, limit=1.0)
+def test_recomputed_by_a_checkpoint(path, form, use_reentrant):
+    t = path.operands(form, limit=1.0)
     dout = inputs.cotangent(t)
     leaves = t.requires_grad()
-    out = checkpoint(moe_experts, *leaves, use_reentrant=use_reentrant)
+    out = checkpoint(path.call, *leaves, use_reentrant=use_reentrant)
     out.backward(dout)
-    same([out.detach(), *(leaf.grad for leaf in leaves.leaves)], gradients(t, dout))
+    same([out.detach(), *(leaf.grad for leaf in leaves.leaves)], gradients(t, dout, None, path.call))
 
 
+@each_path
 @pytest.mark.parametrize("listed", [True, False])
-def test_saved_by_a_selective_checkpoint(listed, monkeypatch):
+def test_saved_by_a_selective_checkpoint(path, listed, monkeypatch):
     """Policies name the forward operator; saved, it does not run again."""
-    calls, forward = [], reference.forward
-    t = inputs.operands()
+    calls, forward = [], path.definition.forward
+    t = path.operands()
     dout = inputs.cotangent(t)
-    wanted = gradients(t, dout)
-    monkeypatch.setattr(reference, "forward", lambda *args: calls.append(1) or forward(*args))
+    wanted = gradients(t, dout, None, path.call)
+    monkeypatch.setattr(path.definition, "forward", lambda *args: calls.append(1) or forward(*args))
 
     def policy(context, operator, *args, **options):
-        saved = listed and operator.name() == "moe_experts::moe_experts_forward"
+        saved = listed and operator.name() == f"moe_experts::{path.operator}"
         return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
     leaves = t.requires_grad()
     out = checkpoint(
-        moe_experts,
+        path.call,
         *leaves,
         use_reentrant=False,
         context_fn=lambda: create_selective_checkpoint_contexts(policy),
@@ -151,12 +177,13 @@ def test_saved_by_a_selective_checkpoint(listed, monkeypatch):
     same([out.detach(), *(leaf.grad for leaf in leaves.leaves)], wanted)
 
 
+@each_path
 @pytest.mark.parametrize("name", NAMES)
-def test_second_order_gradients_raise(name):
+def test_second_order_gradients_raise(path, name):
     """The first one may be asked for with create_graph; differentiating it raises."""
-    t = inputs.operands((5, 4), 0).requires_grad()
-    (grad,) = torch.autograd.grad(moe_experts(*t).float().square().sum(), getattr(t, name), create_graph=True)
-    (wanted,) = torch.autograd.grad(moe_experts(*t).float().square().sum(), getattr(t, name))
+    t = path.operands("separate", (5, 4), 0).requires_grad()
+    (grad,) = torch.autograd.grad(path.call(*t).float().square().sum(), getattr(t, name), create_graph=True)
+    (wanted,) = torch.autograd.grad(path.call(*t).float().square().sum(), getattr(t, name))
     assert_same_bytes(grad.detach(), wanted)
     with pytest.raises(RuntimeError, match="moe_experts has no second-order gradients"):
         grad.float().sum().backward()
@@ -173,12 +200,13 @@ def test_gradients_of_the_halves_raise():
             result.sum().backward()
 
 
-def test_forward_mode_derivatives_raise():
+@each_path
+def test_forward_mode_derivatives_raise(path):
     """Rather than lose the tangent."""
-    t = inputs.operands((5, 4), 0)
+    t = path.operands("separate", (5, 4), 0)
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(t.x, t.x)
         with pytest.raises(NotImplementedError, match="jvp"):  # what PyTorch says of a Function without one
-            moe_experts(dual, *t[1:])
+            path.call(dual, *t[1:])
     with pytest.raises(RuntimeError):
-        torch.func.jvp(lambda x: moe_experts(x, *t[1:]), (t.x,), (t.x,))
+        torch.func.jvp(lambda x: path.call(x, *t[1:]), (t.x,), (t.x,))

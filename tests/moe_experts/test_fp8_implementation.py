@@ -1,29 +1,32 @@
 """Which implementation the FP8 operators choose, on machines that are pretended: fake CUDA tensors need no GPU."""
 
 import sys
-import threading
-from contextlib import nullcontext
 from types import ModuleType
 
 import pytest
 import torch
-from hopper_kernels import KernelUnavailable, dispatch
+from hopper_kernels import KernelUnavailable
 from hopper_kernels import reference as use_definition
 from moe_experts import arguments, moe_experts
 from moe_experts.fp8 import arguments as fp8_arguments
 from moe_experts.fp8 import operators, reference
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.moe_experts import inputs
 from tests.moe_experts.fp8_on_cpu import operands
-from tests.moe_experts.test_implementation import AMPERE, HOPPER
+from tests.moe_experts.on_cpu import same
+from tests.moe_experts.test_implementation import (
+    AMPERE,
+    HOPPER,
+    assert_registered,
+    assert_remembers,
+    cuda,
+    each_of,
+    each_value,
+    group_sizes_looked_at,
+)
 
 FP8 = torch.float8_e4m3fn
 ROWS, EXPERTS, HIDDEN, INNER, PADDED = 7, 3, 256, 128, 512
-
-
-def cuda(*shape, dtype=torch.bfloat16):
-    return torch.empty(shape, dtype=dtype, device="cuda")
 
 
 def scales(*shape):
@@ -118,9 +121,7 @@ CALLS = {
 }
 RESULTS = {"quantize_weights": 8, "forward": 4, "backward": 4, "backward_data": 7}
 NAMES = (*RESULTS, "backward_accumulate", "weight_grad_accumulate")
-each_call = pytest.mark.parametrize(
-    ("name", "what", "call", "launched"), [(k, *v) for k, v in CALLS.items()], ids=CALLS
-)
+each_call = each_of(CALLS)
 
 
 @pytest.fixture
@@ -191,8 +192,8 @@ def test_what_the_kernels_are_given(machine, ran):
     forward = [rows, sizes, 10.0, w13, w13_sf, w2, w2_sf, True]
     needs = [True] * 4
     assert [shapes(args) for *_, args in ran] == [
-        weight_shapes,
-        weight_shapes,
+        [*weight_shapes, True],
+        [*weight_shapes, True],
         forward,
         forward,
         [rows, sizes, *kept_shapes, 10.0, False, *needs],
@@ -204,12 +205,19 @@ def test_what_the_kernels_are_given(machine, ran):
 
 
 def test_a_forward_without_a_backward_keeps_nothing(machine, ran):
+    """Neither function of the implementation is asked for more."""
     machine(HOPPER)
     with FakeTensorMode():
-        _, *rest, _ = operators._forward(dout(), *weights(), counts(), 10.0, False)
-    assert ran[-1][2][-1] is False
-    assert [tuple(t.shape) for t in rest[3:]] == [(0,)] * 4
-    assert [t.dtype for t in rest[3:]] == [FP8, torch.float32] * 2
+        operators._forward(dout(), *weights(), counts(), 10.0, False)
+    assert [args[-1] for *_, args in ran] == [False, False]
+
+
+def test_weights_need_not_be_transposed():
+    t = operands()
+    found = reference.quantize_weights(*t[1:4], False)
+    same(found[:4], reference.quantize_weights(*t[1:4])[:4])
+    assert [tuple(w.shape) for w in found[4:]] == [(0,)] * 4
+    assert [w.dtype for w in found[4:]] == [FP8, torch.float32] * 2
 
 
 def test_group_sizes_are_contiguous_for_the_kernels(machine, ran):
@@ -222,23 +230,13 @@ def test_group_sizes_are_contiguous_for_the_kernels(machine, ran):
 
 
 @each_call
-@pytest.mark.parametrize("value", [None, "0", "1"])
+@each_value
 def test_group_sizes_are_looked_at_only_if_asked(name, what, call, launched, value, machine, ran, monkeypatch):
     """With MOE_EXPERTS_CHECK=1, before anything is launched; otherwise nothing reads them, which would wait."""
     machine(HOPPER)
-    if value is None:
-        monkeypatch.delenv("MOE_EXPERTS_CHECK", raising=False)
-    else:
-        monkeypatch.setenv("MOE_EXPERTS_CHECK", value)
-    looked = []
-    monkeypatch.setattr(
-        arguments, "group_sizes", lambda sizes, rows: looked.append((tuple(sizes.shape), rows, len(ran)))
-    )
-    with FakeTensorMode():
-        call()
+    looked = group_sizes_looked_at(call, value, ran, monkeypatch)
     asked = value == "1" and name != "quantize_weights"
     assert looked == ([((EXPERTS,), ROWS, 0)] if asked else [])
-    assert ran
 
 
 def test_backwards_read_dout_once(machine, ran, monkeypatch):
@@ -297,51 +295,7 @@ def test_the_reference_context_runs_the_definition(name, what, call, launched, c
 @pytest.mark.parametrize("card", [HOPPER, AMPERE])
 def test_a_backward_outside_the_context_remembers_it(card, machine, ran):
     machine(card)
-    needs = True, True, True, True
-    with FakeTensorMode():
-        backward(*needs, torch.tensor(True))
-        assert ran.pop()[:2] == ("definition", "backward")
-        if card == HOPPER:
-            backward(*needs, torch.tensor(False))
-            assert [seen[0] for seen in ran] == ["kernel"]
-    assert not dispatch.reference_requested()
-
-
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_a_backward_runs_what_its_forward_ran(compiled, monkeypatch):
-    """In another thread, as on a GPU; also where one compiled graph runs inside, outside and inside again."""
-    asked = []
-
-    def use_kernel(kernel, tensor, what):
-        asked.append((what, dispatch.reference_requested()))
-        return False
-
-    def function(*t):
-        return moe_experts(*t, fp8=True)
-
-    torch._dynamo.reset()
-    call = torch.compile(function, fullgraph=True, backend="aot_eager") if compiled else function
-    monkeypatch.setattr(dispatch, "use_kernel", use_kernel)
-    for inside in (False, True, False, True):
-        t = operands("separate", (5, 4), 0, 128, 128).requires_grad()
-        with use_definition() if inside else nullcontext():
-            out = call(*t)
-        thread = threading.Thread(target=torch.autograd.backward, args=(out, inputs.cotangent(t)))
-        thread.start()
-        thread.join()
-        assert all(leaf.grad is not None for leaf in t.leaves)
-        assert asked == [("moe_experts", inside), ("the backward of moe_experts", inside)]
-        asked.clear()
-    torch._dynamo.reset()
-
-
-@pytest.mark.parametrize("names", [("x",), ("gate_proj",), ("up_proj", "down_proj")])
-def test_only_what_is_needed_is_asked_for(names, monkeypatch):
-    asked, right = [], reference.backward
-    monkeypatch.setattr(reference, "backward", lambda *args: asked.append(args[-4:]) or right(*args))
-    t = operands("separate", (5, 4), 0, 128, 128).requires_grad(*names)
-    moe_experts(*t, fp8=True).backward(inputs.cotangent(t))
-    assert asked == [tuple(name in names for name in t._fields[:4])]
+    assert_remembers(backward, card, ran)
 
 
 @pytest.mark.parametrize(("grad", "names", "saved"), [(True, ("x",), True), (True, (), False), (False, ("x",), False)])
@@ -357,13 +311,7 @@ def test_a_forward_keeps_only_what_a_backward_will_ask_for(grad, names, saved, m
 
 @pytest.mark.parametrize("name", CALLS)
 def test_the_operators_are_registered(name):
-    for key in ("CPU", "CUDA", "Meta", "Autograd"):
-        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"moe_experts::moe_experts_fp8_{name}", key)
-    operator = getattr(torch.ops.moe_experts, f"moe_experts_fp8_{name}").default
-    assert torch.Tag.pt2_compliant_tag in operator.tags
-    changed = [a.name for a in operator._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    assert changed == (["dw13", "dw2"] if name.endswith("accumulate") else [])
-    assert all(returned.alias_info is None for returned in operator._schema.returns)
+    assert_registered(f"moe_experts_fp8_{name}", ["dw13", "dw2"] if name.endswith("accumulate") else ())
 
 
 def test_the_schemas_are_the_published_ones():

@@ -1,4 +1,4 @@
-"""Which implementation the operators choose, on machines that are pretended: fake CUDA tensors need no GPU."""
+"""Which implementation the operators choose, on pretended machines (fake CUDA tensors need no GPU); FP8 where alike."""
 
 import importlib.metadata
 import inspect
@@ -12,12 +12,19 @@ import torch
 from hopper_kernels import KernelUnavailable, dispatch, registry
 from hopper_kernels import reference as use_definition
 from moe_experts import arguments, moe_experts, operators, reference
+from moe_experts.fp8 import reference as fp8_reference
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.moe_experts import inputs
+from tests.moe_experts import fp8_on_cpu, inputs
 from tests.support.compare import assert_same_bytes
 from tests.support.process import output_of, start_python
 
+# path: (the public function, its operands, what it calls on a CPU)
+PATHS = {
+    "bf16": (moe_experts, inputs.operands, reference),
+    "fp8": (fp8_on_cpu.call, lambda: fp8_on_cpu.operands("separate", (5, 4), 0, 128, 128), fp8_reference),
+}
+each_path = pytest.mark.parametrize(("function", "operands", "definition"), PATHS.values(), ids=PATHS)
 HOPPER, AMPERE = "SM90 (NVIDIA H200)", "SM80 (NVIDIA A100)"
 ROWS, EXPERTS, HIDDEN, INNER = 7, 3, 16, 24
 
@@ -56,6 +63,10 @@ def weight_grad(x, packed=False):
     )
 
 
+def each_of(calls):
+    return pytest.mark.parametrize(("name", "what", "call", "launched"), [(k, *v) for k, v in calls.items()], ids=calls)
+
+
 # name of the operator: (what errors call it, the call, the functions of launch)
 CALLS = {
     "moe_experts_forward": ("moe_experts", forward, ["forward"]),
@@ -63,9 +74,8 @@ CALLS = {
     "moe_experts_backward_data": ("moe_experts_backward_data", backward_data, ["backward_data"]),
     "moe_experts_weight_grad": ("moe_experts_weight_grad", weight_grad, ["weight_grad"]),
 }
-each_call = pytest.mark.parametrize(
-    ("name", "what", "call", "launched"), [(k, *v) for k, v in CALLS.items()], ids=CALLS
-)
+each_call = each_of(CALLS)
+each_value = pytest.mark.parametrize("value", [None, "0", "1"])
 RESULTS = {"forward": 3, "backward": 4, "backward_data": 3, "weight_grad": 3}
 
 
@@ -132,11 +142,8 @@ def test_group_sizes_are_contiguous_for_the_kernels(machine, ran):
     assert ran[0][2][4].stride() == (1,)
 
 
-@each_call
-@pytest.mark.parametrize("value", [None, "0", "1"])
-def test_group_sizes_are_looked_at_only_if_asked(name, what, call, launched, value, machine, ran, monkeypatch):
-    """With MOE_EXPERTS_CHECK=1, before anything is launched; otherwise nothing reads them, which would wait."""
-    machine(HOPPER)
+def group_sizes_looked_at(call, value, ran, monkeypatch):
+    """By a call with MOE_EXPERTS_CHECK set to `value`: (shape, rows, launches before)."""
     if value is None:
         monkeypatch.delenv("MOE_EXPERTS_CHECK", raising=False)
     else:
@@ -146,9 +153,18 @@ def test_group_sizes_are_looked_at_only_if_asked(name, what, call, launched, val
         arguments, "group_sizes", lambda counts, rows: looked.append((tuple(counts.shape), rows, len(ran)))
     )
     with FakeTensorMode():
-        call(cuda(ROWS, HIDDEN))
-    assert looked == ([((EXPERTS,), ROWS, 0)] if value == "1" else [])
+        call()
     assert ran
+    return looked
+
+
+@each_call
+@each_value
+def test_group_sizes_are_looked_at_only_if_asked(name, what, call, launched, value, machine, ran, monkeypatch):
+    """With MOE_EXPERTS_CHECK=1, before anything is launched; otherwise nothing reads them, which would wait."""
+    machine(HOPPER)
+    looked = group_sizes_looked_at(lambda: call(cuda(ROWS, HIDDEN)), value, ran, monkeypatch)
+    assert looked == ([((EXPERTS,), ROWS, 0)] if value == "1" else [])
 
 
 def test_dout_is_copied_once_where_it_must_be():
@@ -216,35 +232,31 @@ def test_the_reference_context_runs_the_definition(name, what, call, launched, c
         assert (results[-1].dtype, results[-1].device.type, results[-1].ndim) == (torch.bool, "cpu", 0)
 
 
-@pytest.mark.parametrize("inside", [False, True])
-def test_the_flag_says_where_the_caller_was(inside):
-    """As a tensor of its own on the CPU, also where tensors are made elsewhere by default."""
-    with torch.device("meta"), use_definition() if inside else nullcontext():
-        flag, other = operators.reference_flag(), operators.reference_flag()
-    assert flag.item() is inside
-    assert (flag.dtype, flag.device.type, flag.ndim) == (torch.bool, "cpu", 0)
-    assert flag.data_ptr() != other.data_ptr()
+def assert_remembers(call, card, ran):
+    """call: a backward, given what is needed and the flag of its forward."""
+    needs = True, True, True, True
+    with FakeTensorMode():
+        call(*needs, torch.tensor(True))
+        assert ran.pop()[:2] == ("definition", "backward")
+        if card == HOPPER:
+            call(*needs, torch.tensor(False))
+            assert [seen[0] for seen in ran] == ["kernel"]
+            ran.clear()
+            with use_definition():
+                call(*needs, torch.tensor(False))
+            assert ran.pop()[:2] == ("definition", "backward")
+    assert not dispatch.reference_requested()
 
 
 @pytest.mark.parametrize("card", [HOPPER, AMPERE])
 def test_a_backward_outside_the_context_remembers_it(card, machine, ran):
     machine(card)
-    needs = True, True, True, True
-    with FakeTensorMode():
-        backward(cuda(ROWS, HIDDEN), *needs, torch.tensor(True))
-        assert ran.pop()[:2] == ("definition", "backward")
-        if card == HOPPER:
-            backward(cuda(ROWS, HIDDEN), *needs, torch.tensor(False))
-            assert [seen[0] for seen in ran] == ["kernel"]
-            ran.clear()
-            with use_definition():
-                backward(cuda(ROWS, HIDDEN), *needs, torch.tensor(False))
-            assert ran.pop()[:2] == ("definition", "backward")
-    assert not dispatch.reference_requested()
+    assert_remembers(lambda *rest: backward(cuda(ROWS, HIDDEN), *rest), card, ran)
 
 
+@each_path
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_a_backward_runs_what_its_forward_ran(compiled, monkeypatch):
+def test_a_backward_runs_what_its_forward_ran(function, operands, definition, compiled, monkeypatch):
     """In another thread, as on a GPU; also where one compiled graph runs inside, outside and inside again."""
     asked = []
 
@@ -253,10 +265,10 @@ def test_a_backward_runs_what_its_forward_ran(compiled, monkeypatch):
         return False
 
     torch._dynamo.reset()
-    call = torch.compile(moe_experts, fullgraph=True, backend="aot_eager") if compiled else moe_experts
+    call = torch.compile(function, fullgraph=True, backend="aot_eager") if compiled else function
     monkeypatch.setattr(dispatch, "use_kernel", use_kernel)
     for inside in (False, True, False, True):
-        t = inputs.operands().requires_grad()
+        t = operands().requires_grad()
         with use_definition() if inside else nullcontext():
             out = call(*t)
         thread = threading.Thread(target=torch.autograd.backward, args=(out, inputs.cotangent(t)))
@@ -268,12 +280,13 @@ def test_a_backward_runs_what_its_forward_ran(compiled, monkeypatch):
     torch._dynamo.reset()
 
 
+@each_path
 @pytest.mark.parametrize("names", [("x",), ("gate_proj",), ("up_proj", "down_proj")])
-def test_only_what_is_needed_is_asked_for(names, monkeypatch):
-    asked, right = [], reference.backward
-    monkeypatch.setattr(reference, "backward", lambda *args: asked.append(args[-4:]) or right(*args))
-    t = inputs.operands().requires_grad(*names)
-    moe_experts(*t).backward(inputs.cotangent(t))
+def test_only_what_is_needed_is_asked_for(function, operands, definition, names, monkeypatch):
+    asked, right = [], definition.backward
+    monkeypatch.setattr(definition, "backward", lambda *args: asked.append(args[-4:]) or right(*args))
+    t = operands().requires_grad(*names)
+    function(*t).backward(inputs.cotangent(t))
     assert asked == [tuple(name in names for name in t._fields[:4])]
 
 
@@ -291,14 +304,21 @@ def test_weights_that_are_not_needed_are_not_multiplied(monkeypatch):
         assert len(weights) == count
 
 
-@each_call
-def test_the_operators_are_registered(name, what, call, launched):
+def assert_registered(name, changed=()):
+    """changed: the arguments that the operator writes to."""
     for key in ("CPU", "CUDA", "Meta", "Autograd"):
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"moe_experts::{name}", key)
     operator = getattr(torch.ops.moe_experts, name).default
     assert torch.Tag.pt2_compliant_tag in operator.tags
-    assert not operator._schema.is_mutable
+    assert operator._schema.is_mutable == bool(changed)
+    written = [a.name for a in operator._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    assert written == list(changed)
     assert all(returned.alias_info is None for returned in operator._schema.returns)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_operators_are_registered(name):
+    assert_registered(name)
 
 
 def test_the_schemas_are_the_published_ones():

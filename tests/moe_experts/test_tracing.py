@@ -1,4 +1,4 @@
-"""opcheck, FakeTensors and torch.compile: what a traced call promises is what a real one returns."""
+"""opcheck, FakeTensors and torch.compile: what a traced call promises is what a real one returns; FP8 where alike."""
 
 import math
 
@@ -17,12 +17,15 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
-from tests.moe_experts import inputs
+from tests.moe_experts import inputs, on_cpu
+from tests.moe_experts.on_cpu import each_form
 from tests.support.compare import assert_same_bytes
 
 OPERATORS = torch.ops.moe_experts
 UTILITIES = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic", "test_autograd_registration")
-each_form = pytest.mark.parametrize("form", ["separate", "packed"])
+# path: (H, I) of small operands
+WIDTHS = {"bf16": (16, 24), "fp8": (128, 128)}
+each_path = pytest.mark.parametrize("path", WIDTHS)
 
 
 @pytest.fixture(autouse=True)
@@ -34,9 +37,13 @@ def fresh_compiler():
 
 def operands(form, groups=(4, 0, 5), tail=2, hidden=16, inner=24, limit=1.0):
     """Zeros in the tail: opcheck compares results, in which NaN is not equal to itself."""
-    t = inputs.operands(groups, tail, hidden, inner, limit=limit)
+    t = on_cpu.operands(form, groups, tail, hidden, inner, limit=limit)
     t.x[t.owned :] = 0
-    return t.packed() if form == "packed" else t
+    return t
+
+
+def small(path, form="separate", groups=(4, 0, 5), tail=2):
+    return operands(form, groups, tail, *WIDTHS[path])
 
 
 def halves(t):
@@ -47,6 +54,11 @@ def halves(t):
         t = t._replace(gate_proj=gate, up_proj=up)
     down = torch.cat((t.down_proj[:1], t.down_proj))[1:]
     return t._replace(down_proj=down, num_tokens_per_expert=t[4].int().repeat_interleave(2)[::2])
+
+
+def in_place_leaves(t):
+    """The same memory and strides, as leaves that require grad."""
+    return t._replace(**{n: getattr(t, n).detach().requires_grad_() for n in on_cpu.names_of(t)})
 
 
 def calls(t):
@@ -93,10 +105,7 @@ def test_opcheck(form, groups, tail):
 def test_opcheck_with_gradients(form):
     t = operands(form)
     for strided in (t, halves(t)):
-        leaves = strided._replace(
-            **{n: getattr(strided, n).detach().requires_grad_() for n in t._fields[:4] if getattr(t, n) is not None}
-        )
-        opcheck(OPERATORS.moe_experts_forward.default, tuple(leaves), test_utils=UTILITIES)
+        opcheck(OPERATORS.moe_experts_forward.default, tuple(in_place_leaves(strided)), test_utils=UTILITIES)
     opcheck(OPERATORS.moe_experts_forward.default, tuple(t.requires_grad("down_proj")), test_utils=UTILITIES)
 
 
@@ -104,16 +113,24 @@ def facts(t):
     return t.dtype, tuple(t.shape), t.stride(), t.storage_offset(), t.device.type
 
 
+def tensors(result):
+    return [] if result is None else [result] if isinstance(result, torch.Tensor) else list(result)
+
+
+def assert_fake_like_real(operator, arguments):
+    mode = FakeTensorMode()
+    with mode:
+        fake = operator(*(mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in arguments))
+    real = tensors(operator(*arguments))
+    assert [facts(f) for f in tensors(fake)] == [facts(r) for r in real]
+    assert all(r.is_contiguous() for r in real)
+
+
 @each_form
 @pytest.mark.parametrize(("groups", "tail", "hidden", "inner"), inputs.SHAPES)
 def test_fake_operators_promise_what_real_ones_return(form, groups, tail, hidden, inner):
     for operator, arguments in calls(operands(form, groups, tail, hidden, inner)):
-        real = operator(*arguments)
-        mode = FakeTensorMode()
-        with mode:
-            fake = operator(*(mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in arguments))
-        assert [facts(f) for f in fake] == [facts(r) for r in real]
-        assert all(r.is_contiguous() for r in real)
+        assert_fake_like_real(operator, arguments)
 
 
 def test_fake_cuda_tensors_without_a_gpu():
@@ -135,6 +152,14 @@ def layer(*t):
     return moe_experts(x * 2, *rest) + 1
 
 
+def fp8_layer(*t):
+    x, *rest = t
+    return moe_experts(x * 2, *rest, fp8=True) + 1
+
+
+LAYERS = {"bf16": layer, "fp8": fp8_layer}
+
+
 def gradients(function, t):
     leaves = t.requires_grad()
     out = function(*leaves)
@@ -147,17 +172,28 @@ def assert_compiled_like_eager(compiled, function, t):
         assert_same_bytes(got, want)
 
 
-@each_form
-@pytest.mark.parametrize("dynamic", [None, True])
-def test_row_counts_compile_twice_at_most(form, dynamic):
-    """The first count, then a dynamic one; with dynamic=True once. PyTorch itself specialises 0 and 1."""
-    counter, compilations = CompileCounterWithBackend("aot_eager"), []
-    compiled = torch.compile(layer, fullgraph=True, backend=counter, dynamic=dynamic)
-    for groups, tail in [
+# path: (sizes of the groups, rows past the last) of one call after another
+CALLS_IN_TURN = {
+    "bf16": [
         ((4, 0, 5), 2), ((4, 1, 5), 2), ((0, 0, 2), 0), ((60, 40, 30), 0), ((0, 0, 0), 64), ((9, 9, 9), 50),
         ((0, 0, 0), 0), ((0, 1, 0), 0), ((0, 0, 0), 0), ((7, 7, 7), 0),
-    ]:  # fmt: skip
-        assert_compiled_like_eager(compiled, layer, operands(form, groups, tail))
+    ],
+    "fp8": [
+        ((4, 0, 5), 2), ((4, 1, 5), 2), ((0, 0, 2), 0), ((130, 40, 30), 0), ((0, 0, 0), 64), ((128, 0, 0), 128),
+        ((0, 0, 0), 0), ((0, 1, 0), 0), ((7, 7, 7), 0),
+    ],
+}  # fmt: skip
+
+
+@each_path
+@each_form
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_row_counts_compile_twice_at_most(path, form, dynamic):
+    """The first count, then a dynamic one; with dynamic=True once. PyTorch itself specialises 0 and 1."""
+    counter, compilations = CompileCounterWithBackend("aot_eager"), []
+    compiled = torch.compile(LAYERS[path], fullgraph=True, backend=counter, dynamic=dynamic)
+    for groups, tail in CALLS_IN_TURN[path]:
+        assert_compiled_like_eager(compiled, LAYERS[path], small(path, form, groups, tail))
         compilations.append(counter.frame_count)
     first = compilations[0]
     assert compilations[1:6] == [first if dynamic else first + 1] * 5
@@ -172,13 +208,14 @@ def test_other_routings_of_as_many_rows_compile_nothing():
     assert counter.frame_count == 1
 
 
+@each_path
 @each_form
 @pytest.mark.parametrize("names", [("x",), ("down_proj",), ("x", "gate_proj")], ids=str)
-def test_compiled_with_frozen_operands(form, names):
-    t = operands(form)
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+def test_compiled_with_frozen_operands(path, form, names):
+    t = small(path, form)
+    compiled = torch.compile(LAYERS[path], fullgraph=True, backend="aot_eager")
     grads = []
-    for function in (compiled, layer):
+    for function in (compiled, LAYERS[path]):
         leaves = t.requires_grad(*names)
         function(*leaves).float().square().sum().backward()
         grads.append([leaf.grad for leaf in leaves.leaves])
@@ -187,11 +224,12 @@ def test_compiled_with_frozen_operands(form, names):
         assert want is None or torch.equal(got, want)
 
 
+@each_path
 @each_form
-def test_compiled_with_the_partitioner_of_the_default_backend(form):
+def test_compiled_with_the_partitioner_of_the_default_backend(path, form):
     """It chooses what is saved and what is recomputed."""
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager_decomp_partition")
-    assert_compiled_like_eager(compiled, layer, operands(form))
+    compiled = torch.compile(LAYERS[path], fullgraph=True, backend="aot_eager_decomp_partition")
+    assert_compiled_like_eager(compiled, LAYERS[path], small(path, form))
 
 
 @each_form
@@ -217,25 +255,28 @@ def test_strided_weights_compile():
     assert_same_bytes(compiled(*t), layer(*t))
 
 
-def test_limits_may_change():
+@each_path
+def test_limits_may_change(path):
     """Floats that Dynamo made symbolic pass the checks."""
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
-    t = operands("separate")
+    compiled = torch.compile(LAYERS[path], fullgraph=True, backend="aot_eager", dynamic=True)
+    t = small(path)
     for limit in (1.0, 0.25, 7.0, math.inf):
-        assert_same_bytes(compiled(*t[:5], limit), layer(*t[:5], limit))
+        assert_same_bytes(compiled(*t[:5], limit), LAYERS[path](*t[:5], limit))
 
 
-def test_compiled_checkpoint():
+@each_path
+def test_compiled_checkpoint(path):
     def recomputed(*t):
-        return checkpoint(layer, *t, use_reentrant=False)
+        return checkpoint(LAYERS[path], *t, use_reentrant=False)
 
     compiled = torch.compile(recomputed, fullgraph=True, backend="aot_eager")
-    assert_compiled_like_eager(compiled, layer, operands("separate"))
+    assert_compiled_like_eager(compiled, LAYERS[path], small(path))
 
 
-def test_wrong_arguments_raise_while_tracing():
-    t = operands("separate")
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+@each_path
+def test_wrong_arguments_raise_while_tracing(path):
+    t = small(path)
+    compiled = torch.compile(LAYERS[path], fullgraph=True, backend="aot_eager")
     with pytest.raises(Exception, match="x must have dtype bfloat16, got float32"):
         compiled(t.x.float(), *t[1:])
 

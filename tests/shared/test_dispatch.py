@@ -4,12 +4,13 @@ import asyncio
 import contextvars
 import re
 import threading
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 from hopper_kernels import KernelUnavailable, reference
-from hopper_kernels.dispatch import reference_requested, use_kernel
+from hopper_kernels.dispatch import reference_flag, reference_requested, use_kernel, use_kernel_as_forward
 
 
 def on(device):
@@ -81,6 +82,25 @@ def test_sm90_runs_the_kernel_unless_told_otherwise(machine):
     with reference():
         assert use_kernel("x", on("cuda:0")) is False
     assert use_kernel("x", on("cuda:0")) is True
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_the_flag_says_where_the_caller_was(inside):
+    """As a tensor of its own on the CPU, also where tensors are made elsewhere by default."""
+    with torch.device("meta"), reference() if inside else nullcontext():
+        flag, other = reference_flag(), reference_flag()
+    assert flag.item() is inside
+    assert (flag.dtype, flag.device.type, flag.ndim) == (torch.bool, "cpu", 0)
+    assert flag.data_ptr() != other.data_ptr()
+
+
+def test_a_backward_runs_what_its_forward_ran(machine):
+    machine("H200")
+    for flag, kernel_runs in ((None, True), (torch.tensor(False), True), (torch.tensor(True), False)):
+        assert use_kernel_as_forward("x", on("cuda:0"), "an operator", flag) is kernel_runs
+        assert not reference_requested()
+    with reference():
+        assert use_kernel_as_forward("x", on("cuda:0"), "an operator", torch.tensor(False)) is False
 
 
 def test_another_gpu_raises_unless_told_otherwise(machine):

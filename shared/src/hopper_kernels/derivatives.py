@@ -19,10 +19,22 @@ def register(
     implementations: name of an operator: the function that `library` has for it on a CPU and on CUDA. All operators of
     the namespace are in it, but for those that have no derivative to be asked for.
     """
-    without = _save_nothing, _refuse(f"{namespace} has no second-order gradients")
+    without = refusing(f"{namespace} has no second-order gradients")
     for name, implementation in implementations.items():
         kernel = _autograd_kernel(namespace, name, implementation, *formulas.get(name, without))
         library.impl(name, kernel, "Autograd", with_keyset=True)
+
+
+def refusing(message: str) -> Formula:
+    """The formula of an operator without a derivative: a backward raises RuntimeError with this message."""
+
+    def save(ctx, inputs, output) -> None:
+        pass
+
+    def refuse(ctx, *_):
+        raise RuntimeError(message)
+
+    return save, refuse
 
 
 def _autograd_kernel(
@@ -72,17 +84,6 @@ def _requires_grad(arguments: tuple) -> bool:
             if isinstance(value, torch.Tensor) and value.requires_grad:
                 return True
     return False
-
-
-def _save_nothing(ctx, inputs, output) -> None:
-    pass
-
-
-def _refuse(message: str) -> Callable:
-    def refuse(ctx, *_):
-        raise RuntimeError(message)
-
-    return refuse
 
 
 def _plain_keys() -> frozenset[int]:

@@ -9,6 +9,7 @@ import torch
 from hopper_kernels import arch, registry
 from hopper_kernels.errors import KernelUnavailable
 
+_CPU = torch.device("cpu")
 _reference: ContextVar[bool] = ContextVar("hopper_kernels_reference", default=False)
 
 
@@ -33,6 +34,23 @@ def reference() -> Iterator[None]:
 def reference_requested() -> bool:
     """Whether the caller is inside `reference()`."""
     return _reference.get()
+
+
+def reference_flag() -> torch.Tensor:
+    """`reference_requested()` as a 0-dim bool tensor on the CPU: a result of a forward operator, for its backward.
+
+    A tensor, because `torch.compile` would fix a flag of the schema when it traces; this one is made and looked at when
+    the graph runs, as the choice itself is. On the CPU, because reading it must not wait for the GPU.
+    """
+    return torch.scalar_tensor(reference_requested(), dtype=torch.bool, device=_CPU)
+
+
+def use_kernel_as_forward(kernel: str, tensor: torch.Tensor, what: str, flag: torch.Tensor | None) -> bool:
+    """`use_kernel` in a backward: also inside `reference()` where its forward's `reference_flag` says so."""
+    if flag is not None and flag.item():
+        with reference():
+            return use_kernel(kernel, tensor, what)
+    return use_kernel(kernel, tensor, what)
 
 
 def use_kernel(kernel: str, tensor: torch.Tensor, what: str | None = None) -> bool:

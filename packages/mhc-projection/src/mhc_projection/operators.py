@@ -7,9 +7,7 @@ in a connection the mixes (n, T).
 
 The last result of the forward operators, `used_reference`, a 0-dim bool on the CPU, says whether the caller was inside
 `hopper_kernels.reference()`. Autograd hands it to the backward operator, which so runs the implementation that its
-forward ran, although autograd's threads do not see the block. It is a tensor because `torch.compile` would fix a flag
-of the schema when it traces; this one is looked at when the graph runs, as the choice itself is. It is on the CPU
-because reading it must not wait for the GPU.
+forward ran, although autograd's threads do not see the block. Why it is a tensor is said in `dispatch.reference_flag`.
 """
 
 import math
@@ -22,7 +20,6 @@ from mhc_projection import arguments, autograd, launch, reference
 from mhc_projection.arguments import flatten, unflatten
 
 _library = torch.library.Library("mhc_projection", "DEF")
-_CPU = torch.device("cpu")
 _tags = (torch.Tag.pt2_compliant_tag,)
 _library.define(
     "projection_forward(Tensor x, Tensor weight, Tensor? pre_mix, float eps)"
@@ -141,23 +138,16 @@ def _check_gates_backward(
 
 def _use_kernel(what: str, t: Tensor, used_reference: Tensor | None = None) -> bool:
     """Whether the kernel runs on t, not the definition. `what` names the caller's function in errors."""
-    if used_reference is not None and used_reference.item():
-        with dispatch.reference():
-            return dispatch.use_kernel("mhc_projection", t, what)
-    return dispatch.use_kernel("mhc_projection", t, what)
-
-
-def _used_reference() -> Tensor:
-    return torch.scalar_tensor(dispatch.reference_requested(), dtype=torch.bool, device=_CPU)
+    return dispatch.use_kernel_as_forward("mhc_projection", t, what, used_reference)
 
 
 def _projection_forward(x, weight, pre_mix, eps):
     _check_projection(x, weight, pre_mix, eps)
     if _use_kernel("mhc_projection", x):
-        return *launch.projection_forward(x, weight, pre_mix, eps), _used_reference()
+        return *launch.projection_forward(x, weight, pre_mix, eps), dispatch.reference_flag()
     mixes, rstd, collapsed = reference.projection_forward(flatten(x, 2), weight, flatten(pre_mix, 1), eps)
     lead = x.shape[:-2]
-    return unflatten(mixes, lead), rstd, unflatten(collapsed, lead), _used_reference()
+    return unflatten(mixes, lead), rstd, unflatten(collapsed, lead), dispatch.reference_flag()
 
 
 def _projection_backward(
@@ -189,10 +179,10 @@ def _projection_backward(
 def _gates_forward(mixes, scale, base, hc, iters, eps):
     _check_gates(mixes, scale, base, hc, iters, eps)
     if _use_kernel("mhc_gates", mixes):
-        return *launch.gates_forward(mixes, scale, base, hc, iters, eps), _used_reference()
+        return *launch.gates_forward(mixes, scale, base, hc, iters, eps), dispatch.reference_flag()
     gates = reference.gates_forward(flatten(mixes, 1), scale, base, hc, iters, eps)
     lead = mixes.shape[:-1]
-    return *(unflatten(gate, lead) for gate in gates), _used_reference()
+    return *(unflatten(gate, lead) for gate in gates), dispatch.reference_flag()
 
 
 def _gates_backward(mixes, scale, base, grad_pre, grad_post, grad_comb, hc, iters, eps, used_reference=None):
@@ -208,11 +198,11 @@ def _hyper_connection_forward(x, weight, scale, base, pre_mix, rms_eps, hc_eps, 
     _check_hyper_connection(x, weight, scale, base, pre_mix, rms_eps, hc_eps, iters)
     if _use_kernel("hyper_connection", x):
         results = launch.hyper_connection_forward(x, weight, scale, base, pre_mix, rms_eps, hc_eps, iters)
-        return *results, _used_reference()
+        return *results, dispatch.reference_flag()
     flat = flatten(x, 2), weight, scale, base, flatten(pre_mix, 1), rms_eps, hc_eps, iters
     *results, mixes, rstd = reference.hyper_connection_forward(*flat)
     lead = x.shape[:-2]
-    return *(unflatten(result, lead) for result in results), mixes, rstd, _used_reference()
+    return *(unflatten(result, lead) for result in results), mixes, rstd, dispatch.reference_flag()
 
 
 def _hyper_connection_backward(

@@ -101,8 +101,13 @@ def activations(rows: Tensor, **found: tuple[Tensor, int]) -> None:
     for name, (t, channels) in found.items():
         checks.dtype(name, t, torch.bfloat16)
         checks.shape(name, t, (rows.shape[0], channels))
-        if t.device != rows.device:
-            raise ValueError(f"{name} must be on {rows.device}, the device of the other tensors, got {t.device}")
+        on_device(name, t, rows.device)
+
+
+def on_device(name: str, t: Tensor, device: torch.device) -> None:
+    """t must be on this device, that of the other tensors."""
+    if t.device != device:
+        raise ValueError(f"{name} must be on {device}, the device of the other tensors, got {t.device}")
 
 
 def weight_grad(dout: Tensor, x: Tensor, num_tokens_per_expert: Tensor, dgate_dup: Tensor, h: Tensor) -> None:

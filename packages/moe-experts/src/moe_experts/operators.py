@@ -5,9 +5,7 @@ The operators call the function of their name in `reference` or in `launch`: `fo
 
 The last result of the forward operator, `used_reference`, a 0-dim bool on the CPU, says whether the caller was inside
 `hopper_kernels.reference()`. Autograd hands it to the backward operator, which so runs the implementation that its
-forward ran, although autograd's threads do not see the block. It is a tensor because `torch.compile` would fix a flag
-of the schema when it traces; this one is looked at when the graph runs, as the choice itself is. It is on the CPU
-because reading it must not wait for the GPU.
+forward ran, although autograd's threads do not see the block. Why it is a tensor is said in `dispatch.reference_flag`.
 """
 
 import importlib
@@ -24,7 +22,6 @@ OPS_NAMESPACE = "moe_experts"
 """Namespace of the operators, `torch.ops.moe_experts`."""
 
 _library = torch.library.Library(OPS_NAMESPACE, "DEF")
-_CPU = torch.device("cpu")
 _tags = (torch.Tag.pt2_compliant_tag,)
 _WEIGHTS = "Tensor gate_proj, Tensor? up_proj, Tensor down_proj, Tensor num_tokens_per_expert"
 _library.define(
@@ -57,15 +54,7 @@ def _launch() -> ModuleType:
 
 def use_kernel(what: str, t: Tensor, used_reference: Tensor | None = None) -> bool:
     """Whether the kernel runs on t, not the definition. `what` names the caller's function in errors."""
-    if used_reference is not None and used_reference.item():
-        with dispatch.reference():
-            return dispatch.use_kernel("moe_experts", t, what)
-    return dispatch.use_kernel("moe_experts", t, what)
-
-
-def reference_flag() -> Tensor:
-    """`used_reference` of a forward that is called here."""
-    return torch.scalar_tensor(dispatch.reference_requested(), dtype=torch.bool, device=_CPU)
+    return dispatch.use_kernel_as_forward("moe_experts", t, what, used_reference)
 
 
 def for_kernels(num_tokens_per_expert: Tensor, rows: int) -> Tensor:
@@ -95,8 +84,8 @@ def _forward(x, gate_proj, up_proj, down_proj, num_tokens_per_expert, swiglu_lim
     arguments.memory(x=x, gate_proj=gate_proj, up_proj=up_proj, down_proj=down_proj)
     if use_kernel("moe_experts", x):
         counts = for_kernels(num_tokens_per_expert, x.shape[0])
-        return *_launch().forward(x, *weights, counts, swiglu_limit), reference_flag()
-    return *reference.forward(x, *weights, num_tokens_per_expert, swiglu_limit), reference_flag()
+        return *_launch().forward(x, *weights, counts, swiglu_limit), dispatch.reference_flag()
+    return *reference.forward(x, *weights, num_tokens_per_expert, swiglu_limit), dispatch.reference_flag()
 
 
 def _backward(

@@ -196,8 +196,7 @@ def _sums(dw13: Tensor, dw2: Tensor, device: torch.device, experts: int, hidden:
         checks.tensor(name, t)
         checks.dtype(name, t, torch.float32)
         checks.shape(name, t, shape)
-        if t.device != device:
-            raise ValueError(f"{name} must be on {device}, the device of the other tensors, got {t.device}")
+        arguments.on_device(name, t, device)
         if torch.is_grad_enabled() and t.requires_grad:
             raise ValueError(f"{name} must not require grad: it is changed in place")
         _pitches(name, t)

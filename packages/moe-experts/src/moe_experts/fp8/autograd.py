@@ -1,6 +1,7 @@
 """Derivatives of the FP8 operators."""
 
 import torch
+from hopper_kernels import derivatives
 
 
 def _save_forward(ctx, inputs, output):
@@ -34,19 +35,11 @@ def _no_gradient(ctx, *_):
     return None, None, None
 
 
-def _keep_nothing(ctx, inputs, output):
-    pass
-
-
-def _refuse_forward_quantized(ctx, *_):
-    raise RuntimeError(
-        "moe_experts_fp8_forward_quantized has no derivative: call moe_experts_fp8_backward or its halves, or"
-        " moe_experts with fp8=True"
-    )
-
-
 FORMULAS = {
     "moe_experts_fp8_forward": (_save_forward, _differentiate_forward),
     "moe_experts_fp8_quantize_weights": (_take_no_gradient, _no_gradient),
-    "moe_experts_fp8_forward_quantized": (_keep_nothing, _refuse_forward_quantized),
+    "moe_experts_fp8_forward_quantized": derivatives.refusing(
+        "moe_experts_fp8_forward_quantized has no derivative: call moe_experts_fp8_backward or its halves, or"
+        " moe_experts with fp8=True"
+    ),
 }

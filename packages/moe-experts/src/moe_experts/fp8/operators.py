@@ -8,14 +8,14 @@ import importlib
 from types import ModuleType
 
 import torch
-from hopper_kernels import KernelUnavailable, derivatives
+from hopper_kernels import KernelUnavailable, derivatives, dispatch
 from torch import Tensor
 
 from moe_experts import arguments
 from moe_experts.fp8 import arguments as fp8_arguments
 from moe_experts.fp8 import autograd, layout, reference
 from moe_experts.fp8.layout import CODES
-from moe_experts.operators import OPS_NAMESPACE, for_kernels, reference_flag, use_kernel
+from moe_experts.operators import OPS_NAMESPACE, for_kernels, use_kernel
 
 NO_KERNELS: str | None = "moe_experts has no FP8 kernels yet, they come in a later version"
 """Why there is nothing to launch on any GPU. None as soon as there is `moe_experts.fp8.launch`."""
@@ -86,7 +86,7 @@ def _quantize_weights(gate_proj, up_proj, down_proj):
     fp8_arguments.weights(gate_proj, up_proj, down_proj)
     arguments.memory(gate_proj=gate_proj, up_proj=up_proj, down_proj=down_proj)
     implementation = _implementation("moe_experts_fp8_quantize_weights", down_proj)
-    return tuple(implementation.quantize_weights(gate_proj, up_proj, down_proj))
+    return tuple(implementation.quantize_weights(gate_proj, up_proj, down_proj, True))
 
 
 def _forward(x, gate_proj, up_proj, down_proj, num_tokens_per_expert, swiglu_limit, save_for_backward):
@@ -96,10 +96,9 @@ def _forward(x, gate_proj, up_proj, down_proj, num_tokens_per_expert, swiglu_lim
     arguments.memory(x=x, gate_proj=gate_proj, up_proj=up_proj, down_proj=down_proj)
     implementation = _implementation("moe_experts", x)
     counts = _group_sizes(implementation, num_tokens_per_expert, x.shape[0])
-    quantized = implementation.quantize_weights(*weights)
+    quantized = implementation.quantize_weights(*weights, save_for_backward)
     out, *rows = implementation.forward(x, counts, swiglu_limit, *quantized[:4], save_for_backward)
-    transposed = quantized[4:] if save_for_backward else [t.new_empty(0) for t in quantized[4:]]
-    return out, *rows, *transposed, reference_flag()
+    return out, *rows, *quantized[4:], dispatch.reference_flag()
 
 
 def _forward_quantized(x, num_tokens_per_expert, swiglu_limit, w13_q, w13_sf, w2_q, w2_sf):

@@ -25,15 +25,19 @@ Columns = tuple[Tensor, Tensor]
 """A transposed operand, flat codes and their scales."""
 
 
-def quantize_weights(gate_proj: Tensor, up_proj: Tensor | None, down_proj: Tensor) -> tuple[Tensor, ...]:
+def quantize_weights(
+    gate_proj: Tensor, up_proj: Tensor | None, down_proj: Tensor, transposed: bool = True
+) -> tuple[Tensor, ...]:
     """qb() of the weights, and the transposes of that.
 
     gate_proj, up_proj (E, I, H), or both (E, 2I, H) with up_proj None; down_proj (E, H, I); bf16.
     Returns codes and scales of [gate; up] (E, 2I, H) and of down_proj, then of the transposes (E, H, 2I) and
-    (E, I, H): w13_q, w13_sf, w2_q, w2_sf, w13_t, w13_t_sf, w2_t, w2_t_sf.
+    (E, I, H), or (0,) each if not `transposed`: w13_q, w13_sf, w2_q, w2_sf, w13_t, w13_t_sf, w2_t, w2_t_sf.
     """
     gate_up = gate_proj if up_proj is None else _side_by_side(gate_proj, up_proj)
     quantized = *fp8.per_block(gate_up, floor_on="amax"), *fp8.per_block(down_proj, floor_on="amax")
+    if not transposed:
+        return *quantized, *(t.new_empty(0) for t in quantized)
     # Cloned, since the transpose of few scales may be contiguous as it is.
     return *quantized, *(t.mT.clone(memory_format=torch.contiguous_format) for t in quantized)
 
