@@ -91,7 +91,7 @@ def test_memory_comes_back():
     for _ in range(50):
         fp8_dual_cast(x, **options)
         fp8_dual_cast(x.t().contiguous().t())
-    assert torch.cuda.memory_allocated() == before
+    assert memory.allocated() == before
 
 
 def test_results_share_no_memory_with_x():

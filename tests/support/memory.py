@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -109,7 +110,19 @@ def peak_of(call: Callable[[], object]) -> tuple[object, int]:
 
 
 def allocated(device: int | None = None) -> int:
-    """Bytes of all tensors on a device, after what earlier tests left, and Python would free any time, has gone."""
+    """Bytes of all tensors on a device, after what earlier tests left, and Python would free any time, has gone.
+
+    A backward that has returned may still be letting go of its tensors on autograd's thread: waits until two readings
+    agree.
+    """
+    reading, previous = _reading(device), None
+    while reading != previous:
+        time.sleep(0.05)
+        reading, previous = _reading(device), reading
+    return reading
+
+
+def _reading(device: int | None) -> int:
     _collect()
     return torch.cuda.memory_allocated(device)
 
