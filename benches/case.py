@@ -59,6 +59,7 @@ class Bench:
     """A bench module. cases(device, quick) lists the cases, at toy sizes for a CPU.
 
     `wheels`: those measured; their versions are recorded, and a digest of their code. Each has its import name.
+    `packages`: those inside the wheels' whose code the digest covers too ("moe_experts.fp8").
     `peers`: distributions that candidates come from, if they are installed; their versions are recorded.
     `matmul`: dtype of the matrix product that is the ceiling of cases that count operations, bfloat16 or float8_e4m3fn.
     """
@@ -67,6 +68,7 @@ class Bench:
     title: str
     cases: Callable[[torch.device, bool], list[Case]]
     wheels: tuple[str, ...] = ("hopper-kernels",)
+    packages: tuple[str, ...] = ()
     peers: tuple[str, ...] = ()
     matmul: torch.dtype = torch.bfloat16
 

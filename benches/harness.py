@@ -82,7 +82,7 @@ def run(
         "toy": not cuda,
         "device": machine.device_facts(device),
         "versions": machine.versions(bench.wheels + bench.peers),
-        "code": machine.code_digest(bench.wheels),
+        "code": machine.code_digest(bench.wheels + bench.packages),
         "flush_bytes": L2Flush(device).nbytes if cuda else None,
     }
     if not cuda:

@@ -53,18 +53,21 @@ def versions(wheels: tuple[str, ...]) -> dict[str, str | None]:
     return found
 
 
-def code_digest(wheels: tuple[str, ...]) -> str:
-    """Identifies the measured code: a hash of the files of these wheels that plan, launch and compute on a device.
+def code_digest(packages: tuple[str, ...]) -> str:
+    """Identifies the measured code: a hash of the files of these that plan, launch and compute on a device.
+
+    packages: wheels, each for the package of its name, and packages inside others with dots ("moe_experts.fp8"). Of
+    each, the files directly in it and in its `kernels` count, not those of other packages in it.
 
     Comments, docstrings and layout do not count. A test compares it with the committed record, so a figure cannot
     outlive the kernel that it was measured on.
     """
     digest = hashlib.sha256()
-    for wheel in wheels:
-        root = Path(importlib.util.find_spec(wheel.replace("-", "_")).origin).parent
+    for package in packages:
+        root = Path(importlib.util.find_spec(package.replace("-", "_")).origin).parent
         for pattern in ("plan.py", "launch.py", "*_device.py", "kernels/*.py"):
             for path in sorted(root.glob(pattern)):
-                digest.update(f"{wheel}/{path.name}:{_code(path)}\n".encode())
+                digest.update(f"{package}/{path.name}:{_code(path)}\n".encode())
     return digest.hexdigest()[:16]
 
 

@@ -21,7 +21,8 @@ def draw_file(path: Path, folder: Path) -> Path:
 
 
 def draw(record: dict[str, Any], target: Path) -> None:
-    """One panel for each state: for each case the least work over each candidate's time, with the 10 to 90 % spread.
+    """One panel for each state and unit: for each case the least work over each candidate's time, with the 10 to 90 %
+    spread.
 
     Counting the same work for everybody makes bars comparable: twice the height is half the time.
     """
@@ -31,23 +32,42 @@ def draw(record: dict[str, Any], target: Path) -> None:
     matplotlib.rcParams["svg.hashsalt"] = record["bench"]  # the same JSON gives the same file
     from matplotlib.figure import Figure
 
-    states = [s for s in _STATES if any(s in entry for case in record["cases"] for entry in case["candidates"])]
-    width = 3 + 1.3 * len(record["cases"])
-    figure = Figure(figsize=(width, 3.4 * max(1, len(states)) + 0.8), layout="constrained")
-    for row, state in enumerate(states):
-        _panel(figure.add_subplot(len(states), 1, row + 1), record, state)
+    panels = [(state, unit) for state in _STATES for unit in _UNITS if _cases(record, state, unit)]
+    width = 3 + 1.3 * max((len(_cases(record, *panel)) for panel in panels), default=0)
+    figure = Figure(figsize=(width, 3.4 * max(1, len(panels)) + 0.8), layout="constrained")
+    for row, panel in enumerate(panels):
+        _panel(figure.add_subplot(len(panels), 1, row + 1), record, *panel)
     name = "CPU toy sizes: no measurement" if record["toy"] else record["device"]["name"]
     figure.suptitle(f"{record['title']}\n{name}", fontsize=11)
-    if states:
-        figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
+    if panels:
+        handles = {}
+        for axes in figure.axes:
+            for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+                handles.setdefault(label, handle)
+        figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3, fontsize=8)
     figure.savefig(target, metadata={"Date": None} if target.suffix == ".svg" else None)
 
 
-def _panel(axes, record: dict[str, Any], state: str) -> None:
-    cases = record["cases"]
+def _cases(record: dict[str, Any], state: str, unit: str) -> list[dict[str, Any]]:
+    """Those of that unit with a candidate that was timed in that state."""
+    return [
+        case
+        for case in record["cases"]
+        if case["rate_unit"] == unit and any(state in entry for entry in case["candidates"])
+    ]
+
+
+def _colours(record: dict[str, Any]) -> dict[str, str]:
+    """Of each candidate, the same in all panels."""
+    entries = [entry for case in record["cases"] for entry in case["candidates"]]
+    ours = {entry["name"] for entry in entries if entry["ours"]}
+    peers = iter(_PEERS * len(entries))
+    return {name: _OURS if name in ours else next(peers) for name in dict.fromkeys(e["name"] for e in entries)}
+
+
+def _panel(axes, record: dict[str, Any], state: str, unit: str) -> None:
+    cases, colours = _cases(record, state, unit), _colours(record)
     names = list(dict.fromkeys(entry["name"] for case in cases for entry in case["candidates"]))
-    ours = {entry["name"] for case in cases for entry in case["candidates"] if entry["ours"]}
-    peers = iter(_PEERS * len(names))
     bar = 0.8 / len(names)
     for index, name in enumerate(names):
         points = [_point(case, name, state) for case in cases]
@@ -55,9 +75,7 @@ def _panel(axes, record: dict[str, Any], state: str) -> None:
         points = [point for point in points if point]
         heights = [point[1] for point in points]
         spread = [[point[1] - point[0] for point in points], [point[2] - point[1] for point in points]]
-        colour = _OURS if name in ours else next(peers)
-        axes.bar(at, heights, bar * 0.92, yerr=spread, color=colour, label=name, error_kw={"lw": 0.8})
-    unit = cases[0]["rate_unit"]
+        axes.bar(at, heights, bar * 0.92, yerr=spread, color=colours[name], label=name, error_kw={"lw": 0.8})
     ceiling = record["ceilings"].get(unit)
     if ceiling:
         axes.axhline(ceiling["mean"], color="black", lw=0.8, ls="--", label="ceiling measured in this run")

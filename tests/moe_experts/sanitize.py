@@ -5,8 +5,8 @@ stored plainly are then read in full, so initcheck sees a byte that was never wr
 up, of the experts' rows, since the others are unspecified. Initcheck does not see what TMA writes, which is everything
 else: `test_poisoned_memory_is_not_seen` has that, and gate and up are random numbers in the backward.
 
-`--without-specialised-warps` leaves the kernel of the groups alone, since racecheck cannot follow the others, see
-`tests/mhc_projection/racecheck_control.py`.
+`--without-specialised-warps` leaves out the products, since racecheck cannot follow their warps, see
+`tests/mhc_projection/racecheck_control.py`. What is left is the kernel of the groups, and the passes of FP8.
 """
 
 import itertools
@@ -14,18 +14,26 @@ import sys
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 
-import moe_experts  # noqa: F401  registers the operators
 import torch
-from moe_experts import plan
+from moe_experts import (
+    moe_experts_fp8_backward_accumulate,
+    moe_experts_fp8_backward_data,
+    moe_experts_fp8_weight_grad_accumulate,
+    plan,
+)
+from moe_experts.fp8 import plan as fp8_plan
 from torch import Tensor
 
 from tests.moe_experts import inputs
+from tests.moe_experts.fp8_on_cpu import call, step
 from tests.moe_experts.inputs import Operands
 
 OPERATORS = torch.ops.moe_experts
 PRODUCTS = ("gate_up", "down", "grad_hidden", "grad_x", "weight_grad")
+FP8_PRODUCTS = ("product", "weight_grad")
 # Beside those of the tests: more than a tile in each direction, more steps than a ring has slots.
 SHAPES = [*inputs.SHAPES, ((130, 0, 1, 300, 0), 5, 136, 520), ((0, 257), 0, 520, 136), ((128, 256), 128, 64, 256)]
+FP8_SHAPES = [((130, 0, 1, 300, 0), 5, 256, 384), ((0, 257), 0, 384, 128), ((0, 0), 3, 128, 128)]
 PROGRAMS = (2, 132)  # that share the tiles: many tiles for each, then one at most
 NEEDS = list(itertools.product((True, False), repeat=4))
 
@@ -33,13 +41,17 @@ NEEDS = list(itertools.product((True, False), repeat=4))
 def main() -> None:
     """Run all calls on the current CUDA device and print their number."""
     if sys.argv[1:] == ["--without-specialised-warps"]:
-        for name in PRODUCTS:
-            setattr(plan, name, lambda *_: SimpleNamespace(run=lambda: None))
+        for module, names in ((plan, PRODUCTS), (fp8_plan, FP8_PRODUCTS)):
+            for name in names:
+                setattr(module, name, lambda *_, **__: SimpleNamespace(run=lambda: None))
     torch.manual_seed(0)
     calls = 0
     for programs, shape in itertools.product(PROGRAMS, SHAPES):
         plan.SMS = programs
         calls += sum(_experts(t, NEEDS if shape == inputs.SHAPES[0] else NEEDS[:1]) for t in _operands(*shape))
+    for programs, shape in itertools.product(PROGRAMS, FP8_SHAPES):
+        fp8_plan.SMS = programs
+        calls += sum(_fp8_experts(t, NEEDS if shape == FP8_SHAPES[0] else NEEDS[:1]) for t in _operands(*shape))
     # More tiles of an expert than a program of the groups writes at a time.
     plan.GROUPS_CHUNK = 16
     calls += sum(_experts(t, NEEDS[:1]) for t in _operands((128 * 40 + 1, 0, 7), 300, 8, 8))
@@ -71,6 +83,26 @@ def _experts(t: Operands, needs: list[tuple[bool, ...]]) -> int:
     for need in needs:
         OPERATORS.moe_experts_backward(dout.t().contiguous().t(), *t[:5], gate, up, limit, *need)
     return 3 + len(needs)
+
+
+def _fp8_experts(t: Operands, needs: list[tuple[bool, ...]]) -> int:
+    """The same with FP8, without gradients, into buffers of fp32 sums, and by autograd for each of `needs`."""
+    with torch.device("cuda"):
+        dout = inputs.cotangent(t)
+        experts, hidden, inner = t.down_proj.shape
+        dw13, dw2 = torch.zeros(experts, 2 * inner, hidden), torch.zeros(experts, hidden, inner)
+    with torch.no_grad():
+        _read([call(*t)])
+    s = step(t)
+    blocks = -(-t.num_tokens_per_expert // 128).sum()
+    _, *columns = moe_experts_fp8_backward_data(dout, *s.data)
+    _read([*s.weights, *(scales[:blocks] for scales in (s.kept[2], *columns[1::2]))])
+    moe_experts_fp8_weight_grad_accumulate(*s.second_half(columns), dw13, dw2, accumulate=False)
+    moe_experts_fp8_backward_accumulate(dout, *s.joint, dw13, dw2)
+    _read([dw13, dw2])
+    for need in needs:
+        OPERATORS.moe_experts_fp8_backward(dout, *s.joint, t.up_proj is None, *need)
+    return 6 + len(needs)
 
 
 def _read(results: Sequence[Tensor]) -> None:

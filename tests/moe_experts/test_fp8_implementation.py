@@ -126,14 +126,10 @@ each_call = each_of(CALLS)
 
 @pytest.fixture
 def ran(monkeypatch):
-    """The implementations asked for, as (place, function, arguments); none runs, and no memory is looked at.
-
-    As if there were kernels.
-    """
+    """The implementations asked for, as (place, function, arguments); none runs, and no memory is looked at."""
     seen = []
     launch = ModuleType("moe_experts.fp8.launch")
     monkeypatch.setitem(sys.modules, "moe_experts.fp8.launch", launch)
-    monkeypatch.setattr(operators, "NO_KERNELS", None)
     for module, place in ((launch, "kernel"), (reference, "definition")):
         for name in NAMES:
             monkeypatch.setattr(module, name, record(seen, place, name), raising=False)
@@ -159,19 +155,6 @@ def test_sm90_launches(name, what, call, launched, machine, ran):
     with FakeTensorMode():
         call()
     assert [seen[:2] for seen in ran] == [("kernel", function) for function in launched]
-
-
-@each_call
-def test_there_are_no_kernels_yet(name, what, call, launched, machine, ran, monkeypatch):
-    """Which is said, and never a silent fallback."""
-    machine(HOPPER)
-    reason = "moe_experts has no FP8 kernels yet, they come in a later version"
-    monkeypatch.setattr(operators, "NO_KERNELS", reason)
-    with FakeTensorMode(), pytest.raises(KernelUnavailable, match=f"^{reason}$"):
-        call()
-    with FakeTensorMode(), use_definition():
-        call()
-    assert {seen[0] for seen in ran} == {"definition"}
 
 
 def shapes(args):
@@ -265,11 +248,8 @@ def test_autograd_is_told_what_the_kernels_changed(machine, ran):
 
 
 @each_call
-@pytest.mark.parametrize("kernels", [None, "no kernels"])
-def test_another_card_raises(name, what, call, launched, kernels, machine, ran, monkeypatch):
-    """Which is said first, also while there are no kernels."""
+def test_another_card_raises(name, what, call, launched, machine, ran):
     machine(AMPERE)
-    monkeypatch.setattr(operators, "NO_KERNELS", kernels)
     with FakeTensorMode(), pytest.raises(KernelUnavailable, match=rf"^{what} requires SM90, found SM80 \(NVIDIA A100"):
         call()
     assert not ran

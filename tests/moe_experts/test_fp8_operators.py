@@ -22,7 +22,6 @@ from moe_experts import (
     padded_rows,
     unsupported_shape_reason,
 )
-from moe_experts.fp8 import operators
 
 from tests.moe_experts import inputs
 from tests.moe_experts.fp8_on_cpu import call, each_shape, gradients, operands, results, step
@@ -274,12 +273,19 @@ def test_unsupported_shape_reason_is_what_the_call_does():
 
 
 @pytest.mark.parametrize("found", [None, "moe_experts requires SM90, found no CUDA device"])
-@pytest.mark.parametrize("kernels", [None, "no kernels"])
-def test_why_the_kernels_cannot_run(found, kernels, monkeypatch):
-    """What the package as a whole lacks comes first."""
+def test_why_the_kernels_cannot_run(found, monkeypatch):
+    """What the package as a whole lacks: FP8 needs nothing else."""
     monkeypatch.setattr(registry, "unavailable_reason", lambda name: found if name == "moe_experts" else "another")
-    monkeypatch.setattr(operators, "NO_KERNELS", kernels)
-    assert fp8_unavailable_reason() == (found or kernels)
+    assert fp8_unavailable_reason() == found
+
+
+@pytest.mark.parametrize(("name", "most"), [("hidden_size", 16384), ("intermediate_size", 8192)])
+def test_the_largest_sizes(name, most):
+    sizes = {"hidden_size": 128, "intermediate_size": 128}
+    assert unsupported_shape_reason(**{**sizes, name: most}, fp8=True) is None
+    reason = unsupported_shape_reason(**{**sizes, name: most + 128}, fp8=True)
+    assert reason.startswith(f"{name} must be at most {most} with fp8, got hidden_size ")
+    assert unsupported_shape_reason(**{**sizes, name: most + 128}) is None
 
 
 def test_everything_public_is_there():

@@ -170,7 +170,7 @@ def test_counts_that_cannot_be_are_left_to_the_device(launches, asserted):
     t = operands()
     forward(t)
     ((flag, message),) = asserted
-    assert flag.data_ptr() == launches[0].args[3].data_ptr()
+    assert flag.data_ptr() == launches[0].args[4].data_ptr()
     assert "num_tokens_per_expert" in message
 
 
@@ -205,7 +205,7 @@ def test_what_is_compiled_ahead_is_what_a_model_launches(launches):
         _, dgate_dup, h = backward_data(t, gate, up)
         weight_grad(t, dgate_dup, h)
     wanted = {compiled_for(one) for one in launches}
-    found = [compiled_for(variant.compile.__self__) for variant in launch.variants()]
+    found = [compiled_for(variant.compile.__self__) for variant in plan.variants()]
     assert len(set(found)) == len(found)
     assert set(found) == wanted
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -349,7 +350,7 @@ def test_committed_figures_are_those_of_the_committed_code(path):
     """After a change of a kernel, its bench must run again: `uv run python -m benches.<kernel>` on a Hopper GPU."""
     record = json.loads(path.read_text())
     bench = importlib.import_module(f"benches.{path.stem}").BENCH
-    assert record["code"] == machine.code_digest(bench.wheels)
+    assert record["code"] == machine.code_digest(bench.wheels + bench.packages)
     assert (record["device"]["capability"], record["toy"], record["quick"]) == ("9.0", False, False)
     assert [case["label"] for case in record["cases"]] == [case.label for case in bench.cases(CUDA, False)]
     for case in record["cases"]:
@@ -377,3 +378,24 @@ def test_the_digest_sees_code_and_nothing_else(tmp_path, monkeypatch):
         (package / name).write_text('x = "more words"\n')
         seen.add(digest())
     assert len(seen) == 5
+
+
+def test_the_digest_of_a_package_in_a_wheel_is_its_own(tmp_path, monkeypatch):
+    inner = tmp_path / "some_wheel/inner"
+    (inner / "kernels").mkdir(parents=True)
+    for path in (inner.parent / "plan.py", inner.parent / "__init__.py", inner / "__init__.py"):
+        path.write_text("x = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "some_wheel", raising=False)  # and what is imported here is gone after the test
+
+    def digests():
+        return machine.code_digest(("some-wheel",)), machine.code_digest(("some-wheel", "some_wheel.inner"))
+
+    seen = [digests()]
+    for name in ("plan.py", "launch.py", "kernels/a.py"):
+        (inner / name).write_text("y = 2\n")
+        seen.append(digests())
+    assert len({outer for outer, _ in seen}) == 1
+    assert len({both for _, both in seen}) == 4
+    (inner.parent / "plan.py").write_text("x = 2\n")
+    assert not {*digests()} & {digest for pair in seen for digest in pair}

@@ -14,6 +14,7 @@ from torch import Tensor
 TOKEN_GROUP_ALIGNMENT = 8
 """For dispatchers that pad: a multiple worth rounding group sizes up to. Only a hint: any group size is exact."""
 CHANNEL_MULTIPLE = 8  # 16 bytes of bf16: the pitch of rows that TMA asks for
+FP8_TERMS = 128 * BLOCK  # of an FP8 product with a weight, whose kernel has room for the scales of so many blocks
 ADDRESS_MULTIPLE = 16  # bytes
 _NUMBER = (int, float, torch.SymInt, torch.SymFloat)
 
@@ -21,7 +22,8 @@ _NUMBER = (int, float, torch.SymInt, torch.SymFloat)
 def unsupported_shape_reason(hidden_size: int, intermediate_size: int, fp8: bool = False) -> str | None:
     """Why experts of these sizes are refused, or None if they are taken. For set-up time.
 
-    Both must be positive multiples of 8, or of 128 with fp8. The same words as the ValueError of the call.
+    Both must be positive multiples of 8. With fp8, of 128, and at most 16384 and 8192. The same words as the ValueError
+    of the call.
     """
     try:
         sizes(hidden_size, intermediate_size, fp8)
@@ -199,11 +201,13 @@ def number_of_experts(num_tokens_per_expert: Tensor) -> int:
 def sizes(hidden: int, inner: int, fp8: bool) -> None:
     """H and I must be what `unsupported_shape_reason` says."""
     multiple = BLOCK if fp8 else CHANNEL_MULTIPLE
-    for name, size in {"hidden_size": hidden, "intermediate_size": inner}.items():
+    found = f"got hidden_size {hidden} and intermediate_size {inner}"
+    for name, size, most in (("hidden_size", hidden, FP8_TERMS), ("intermediate_size", inner, FP8_TERMS // 2)):
         checks.integer(name, size)
         if size <= 0 or size % multiple:
-            found = f"hidden_size {hidden} and intermediate_size {inner}"
-            raise ValueError(f"{name} must be a positive multiple of {multiple}, got {found}")
+            raise ValueError(f"{name} must be a positive multiple of {multiple}, {found}")
+        if fp8 and size > most:
+            raise ValueError(f"{name} must be at most {most} with fp8, {found}")
 
 
 def _whole_rows(name: str, weight: Tensor) -> None:

@@ -1,14 +1,25 @@
 """Host side of the kernels: allocates the results and the workspace, and launches. Arguments are checked before."""
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from moe_experts import plan
-from moe_experts.plan import variants
+
+if TYPE_CHECKING:
+    from hopper_kernels.precompile import Variant
 
 _BAD_COUNTS = "num_tokens_per_expert must not be negative, and must add up to at most the rows of x"
 
 __all__ = ["backward", "backward_data", "forward", "variants", "weight_grad"]
+
+
+def variants() -> "list[Variant]":
+    """What `hopper_kernels.precompile` compiles: all there is, with the FP8 path."""
+    from moe_experts.fp8 import plan as fp8_plan
+
+    return plan.variants() + fp8_plan.variants()
 
 
 def forward(
@@ -24,9 +35,9 @@ def forward(
     out, gate, up = torch.empty_like(x), x.new_empty(rows, inner), x.new_empty(rows, inner)
     if rows == 0:
         return out, gate, up
-    gate_proj, up_proj = _two(gate_proj, up_proj)
+    gate_proj, up_proj = two(gate_proj, up_proj)
     with torch.cuda.device_of(x):
-        where = _groups(counts, rows)
+        where = groups(counts, rows)
         hidden = torch.empty_like(gate)
         plan.gate_up(x, gate_proj, up_proj, limit, where, gate, up, hidden).run()
         plan.down(hidden, down_proj, where, out).run()
@@ -55,9 +66,9 @@ def backward(
     packed, needs = up_proj is None, (need_gate, need_up, need_down)
     if x.shape[0] == 0:
         return x.new_empty(x.shape if need_x else 0), *_no_rows(x, counts, gate.shape[1], packed, *needs)
-    gate_proj, up_proj = _two(gate_proj, up_proj)
+    gate_proj, up_proj = two(gate_proj, up_proj)
     with torch.cuda.device_of(x):
-        where = _groups(counts, x.shape[0])
+        where = groups(counts, x.shape[0])
         grad_gate_up, hidden = _grad_hidden(dout, down_proj, gate, up, limit, where)
         down = _grad_down(where, dout, hidden, counts, need_down)
         del hidden
@@ -79,9 +90,9 @@ def backward_data(
     rows, inner = gate.shape
     if rows == 0:
         return torch.empty_like(dout), gate.new_empty(rows, 2 * inner), torch.empty_like(gate)
-    gate_proj, up_proj = _two(gate_proj, up_proj)
+    gate_proj, up_proj = two(gate_proj, up_proj)
     with torch.cuda.device_of(dout):
-        where = _groups(counts, rows)
+        where = groups(counts, rows)
         grad_gate_up, hidden = _grad_hidden(dout, down_proj, gate, up, limit, where)
         return _grad_x(grad_gate_up, gate_proj, up_proj, where, dout), grad_gate_up, hidden
 
@@ -93,7 +104,7 @@ def weight_grad(
     if x.shape[0] == 0:
         return _no_rows(x, counts, hidden.shape[1], packed, True, True, True)
     with torch.cuda.device_of(x):
-        where = _groups(counts, x.shape[0])
+        where = groups(counts, x.shape[0])
         first, second = _grad_gate_up(where, x, grad_gate_up, counts, packed, True, True)
         return first, second, _grad_down(where, dout, hidden, counts, True)
 
@@ -155,7 +166,7 @@ def _no_rows(
     return first.zero_(), second.zero_(), down
 
 
-def _two(gate_proj: Tensor, up_proj: Tensor | None) -> tuple[Tensor, Tensor]:
+def two(gate_proj: Tensor, up_proj: Tensor | None) -> tuple[Tensor, Tensor]:
     """Gate and up projection, views of the packed one if there is no other."""
     if up_proj is not None:
         return gate_proj, up_proj
@@ -163,7 +174,7 @@ def _two(gate_proj: Tensor, up_proj: Tensor | None) -> tuple[Tensor, Tensor]:
     return gate_proj[:, :inner], gate_proj[:, inner:]
 
 
-def _groups(counts: Tensor, rows: int) -> plan.Groups:
+def groups(counts: Tensor, rows: int) -> plan.Groups:
     """Where the experts' rows are. Counts that cannot be are an error of the device, noticed when the host waits."""
     where = plan.empty_groups(counts, rows)
     plan.groups(counts, rows, where).run()

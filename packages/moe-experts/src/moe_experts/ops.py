@@ -27,8 +27,8 @@ def moe_experts(
         Any numbers whose sum is at most M, also 0; see `TOKEN_GROUP_ALIGNMENT`.
     swiglu_limit: above 0; inf for no clamping.
     fp8: whether the products are of e4m3 numbers, see below.
-    H and I are multiples of 8, with fp8 of 128. All tensors are on one device, at addresses that are multiples of 16
-    bytes. None is modified or copied.
+    H and I are multiples of 8, with fp8 of 128 and at most 16384 and 8192. All tensors are on one device, at addresses
+    that are multiples of 16 bytes. None is modified or copied.
 
     Returns out (M, H) bf16. With an expert's rows X, weights Wg, Wu, Wd and l = swiglu_limit,
         G = X Wg^T,  U = X Wu^T,  h = silu(min(G, l)) * min(max(U, -l), l),  out = h Wd^T
@@ -38,8 +38,8 @@ def moe_experts(
     With fp8 the operands of the products are e4m3 numbers with fp32 scales, RN(max(amax, floor) / 448). A scale is that
     of 128 channels of a row or of a block of 128 x 128 of a weight, and in the weights' gradients of 128 rows of a
     channel, counted from the expert's first. h and the gradients of G and U are quantised from fp32 instead of being
-    rounded to bf16. Each call quantises the weights; `moe_experts_fp8_quantize_weights` does it for many calls. There
-    are no kernels for it yet: on a GPU it raises KernelUnavailable with the words of `fp8_unavailable_reason()`.
+    rounded to bf16. Each call quantises the weights; `moe_experts_fp8_quantize_weights` does it for many calls. Sums
+    are fp32 of blocks of 128 products, which the tensor cores add up with about 14 bits.
 
     Differentiable in x and the weights; only the gradients that are asked for are computed. A clamp's bound itself has
     a gradient, as with torch.clamp. The gradient of x is 0 past the last group, those of the weights of an expert

@@ -23,6 +23,7 @@ class Groups(NamedTuple):
     """Where each expert's rows are, int32: see `kernels.groups`."""
 
     starts: Tensor
+    blocks: Tensor
     tiles: Tensor
     valid: Tensor
 
@@ -35,9 +36,10 @@ def most_tiles(rows: int, experts: int) -> int:
 def empty_groups(counts: Tensor, rows: int) -> Groups:
     """Memory for `groups`, in one piece, each part aligned to 16 bytes."""
     experts = counts.numel()
-    tiles = 4 * (most_tiles(rows, experts) + 1)
-    memory = torch.empty(tiles + 4 + experts + 1, dtype=torch.int32, device=counts.device)
-    return Groups(memory[tiles + 4 :], memory[:tiles], memory[tiles : tiles + 1])
+    tiles, starts = 4 * (most_tiles(rows, experts) + 1), -(-(experts + 1) // 4) * 4
+    memory = torch.empty(tiles + 4 + 2 * starts, dtype=torch.int32, device=counts.device)
+    parts = memory.split((tiles, 4, starts, starts))
+    return Groups(parts[2][: experts + 1], parts[3][: experts + 1], parts[0], parts[1][:1])
 
 
 def groups(counts: Tensor, rows: int, out: Groups) -> Launch:
@@ -45,7 +47,7 @@ def groups(counts: Tensor, rows: int, out: Groups) -> Launch:
     from moe_experts.kernels.groups import groups_kernel
 
     experts = counts.numel()
-    args = (counts, *out[:2], out.valid, experts, rows, most_tiles(rows, experts))
+    args = (counts, *out, experts, rows, most_tiles(rows, experts))
     slots = max(LEAST_EXPERTS, 1 << experts.bit_length())
     options = {"ROWS": ROWS, "EXPERTS": slots, "CHUNK": GROUPS_CHUNK, "num_warps": 4}
     return Launch(groups_kernel, (experts + 1,), args, options)

@@ -155,9 +155,10 @@ def swiglu_backward(dh: Tensor, gate: Tensor, up: Tensor, limit: float, dtype: t
     dh, gate, up = dh.double(), gate.double(), up.double()
     g, u = gate.clamp(max=limit), up.clamp(-limit, limit)
     s = torch.sigmoid(g)
+    silu = g * s
     # Selected, not multiplied by 0: what is beyond a bound may be infinite.
-    dgate = torch.where(gate <= limit, dh * u * s * (1 + g * (1 - s)), 0.0)
-    dup = torch.where((up >= -limit) & (up <= limit), dh * g * s, 0.0)
+    dgate = torch.where(gate <= limit, dh * (u * (silu * (1 - s) + s)), 0.0)
+    dup = torch.where((up >= -limit) & (up <= limit), dh * silu, 0.0)
     return rounded(dgate, dtype), rounded(dup, dtype)
 
 

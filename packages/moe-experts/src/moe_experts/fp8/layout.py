@@ -3,15 +3,16 @@
 **Padded rows.** Each expert's rows are padded to whole blocks of 128. With B_e the number of blocks of the experts
 before e, the sum of ceil(n_i / 128), its row r is the padded row 128 B_e + r. There are Mp = `padded_rows(M, E)` of
 them, whatever the sizes of the groups, so that no shape depends on these. `gate_up` (Mp, 2I), G and then U, is in
-padded rows; those that pad a group are zeros, and what comes behind the last block is unspecified.
+padded rows; those that pad a group are the product of zeros with the expert's weights, and what comes behind the last
+block is unspecified.
 
 **Panels.** An operand of a weight gradient is quantised along the rows, and stored so that the rows of a block are
 contiguous. Of a tensor with C channels it is a flat tensor of Mp C codes (e4m3fn). Viewed as (Mp / 128, C, 128),
 element [b, c, r] is the code of the padded row 128 b + r in channel c. Its scales (Mp / 128, C) fp32 are those of the
 last axis. A panel is what a step of a sum over rows reads, 128 rows of all channels; and where it stands depends on
 nothing but the number of its block. DeepGEMM's order is another one, (C, rows of the expert padded to 128) for each
-expert; the scales' is the same. Codes of the rows that pad a group are 0; panels behind the last block, and their
-scales, are unspecified.
+expert; the scales' is the same. Codes of the rows that pad a group are 0, or NaN in a channel whose scale is NaN;
+panels behind the last block, and their scales, are unspecified.
 """
 
 from collections.abc import Iterator

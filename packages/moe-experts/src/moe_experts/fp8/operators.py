@@ -8,7 +8,7 @@ import importlib
 from types import ModuleType
 
 import torch
-from hopper_kernels import KernelUnavailable, derivatives, dispatch
+from hopper_kernels import derivatives, dispatch
 from torch import Tensor
 
 from moe_experts import arguments
@@ -16,9 +16,6 @@ from moe_experts.fp8 import arguments as fp8_arguments
 from moe_experts.fp8 import autograd, layout, reference
 from moe_experts.fp8.layout import CODES
 from moe_experts.operators import OPS_NAMESPACE, for_kernels, use_kernel
-
-NO_KERNELS: str | None = "moe_experts has no FP8 kernels yet, they come in a later version"
-"""Why there is nothing to launch on any GPU. None as soon as there is `moe_experts.fp8.launch`."""
 
 _library = torch.library.Library(OPS_NAMESPACE, "FRAGMENT")
 _tags = (torch.Tag.pt2_compliant_tag,)
@@ -67,8 +64,6 @@ def _implementation(what: str, t: Tensor, used_reference: Tensor | None = None) 
     """`launch`, or `reference` where the definition runs on t. `what` names the caller's function in errors."""
     if not use_kernel(what, t, used_reference):
         return reference
-    if NO_KERNELS is not None:
-        raise KernelUnavailable(NO_KERNELS)
     return importlib.import_module("moe_experts.fp8.launch")
 
 

@@ -5,16 +5,16 @@ from hopper_kernels import registry
 from torch import Tensor
 
 from moe_experts.fp8 import arguments as fp8_arguments
-from moe_experts.fp8 import operators
+from moe_experts.fp8 import operators  # noqa: F401
 
 
 def fp8_unavailable_reason() -> str | None:
     """Why the FP8 kernels cannot run on the current CUDA device, or None if they can. For set-up time.
 
-    What `hopper_kernels.unavailable_reason("moe_experts")` has, or that there are no FP8 kernels yet. A CPU computes
-    the definition whatever this says.
+    What `hopper_kernels.unavailable_reason("moe_experts")` has: nothing else is needed. A CPU computes the definition
+    whatever this says.
     """
-    return registry.unavailable_reason("moe_experts") or operators.NO_KERNELS
+    return registry.unavailable_reason("moe_experts")
 
 
 def forward(

@@ -6,10 +6,21 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["experts", "rows", "most"])
 def groups_kernel(
-    counts, starts, tiles, valid, experts, rows, most, ROWS: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr
+    counts,
+    starts,
+    blocks,
+    tiles,
+    valid,
+    experts,
+    rows,
+    most,
+    ROWS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
     """starts (experts + 1,) int32: each expert's first row, and the end of the last one.
 
+    blocks (experts + 1,) int32: each expert's first tile, and the end of the last one's.
     tiles (most + 1, 4) int32: the number of tiles, then from [1] on, for each tile of up to ROWS rows, its expert, its
     first row, and how many rows of the expert there are from it on. Rows after the last expert are tiles of the expert
     `experts`, which there is not. valid: one int32, 1 if no count is negative and their sum is at most `rows`; no tile
@@ -28,6 +39,7 @@ def groups_kernel(
     begin = tl.sum(tl.where(i == e, begins, 0)).to(tl.int32)
     mine = tl.sum(tl.where(i == e, size, 0)).to(tl.int32)
     tl.store(starts + e, begin)
+    tl.store(blocks + e, first_tile)
     for first in range(0, tl.cdiv(mine, ROWS), CHUNK):
         tile = first + tl.arange(0, CHUNK)
         inside_tiles = (tile * ROWS < mine) & (first_tile + tile < most)
