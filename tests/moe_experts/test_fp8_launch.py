@@ -228,7 +228,7 @@ def test_what_is_compiled_ahead_is_what_a_model_launches(launches):
     for accumulate in (False, True):
         launch.weight_grad_accumulate(counts, *operands, *kept[1:], rows, *sums(t), accumulate)
     wanted = {compiled_for(one) for one in launches if one.kernel.__name__ != "groups_kernel"}
-    found = [compiled_for(variant.compile.__self__) for variant in launch.variants()]
+    found = [compiled_for(variant.compile.__self__) for variant in plan.variants()]
     assert len(set(found)) == len(found)
     assert set(found) == wanted
 

@@ -221,19 +221,18 @@ def memory_of_sums(dw13: Tensor, dw2: Tensor) -> None:
     Pitched experts of one may lie between those of the other, as in a buffer of all weights of each expert.
     """
     arguments.memory(dw13=dw13, dw2=dw2)
-    first, second = _spans(dw13), _spans(dw2)
-    if first[-1][1] <= second[0][0] or second[-1][1] <= first[0][0]:
+    (first, end_of_first), (second, end_of_second) = _span(dw13), _span(dw2)
+    if end_of_first <= second or end_of_second <= first:
         return
-    if any(later < end for (_, end), (later, _) in pairwise(sorted(first + second))):
+    spans = sorted(_span(expert.unsqueeze(0)) for t in (dw13, dw2) for expert in t.detach().unbind())
+    if any(later < end for (_, end), (later, _) in pairwise(spans)):
         raise ValueError("dw13 and dw2 must not overlap, got buffers that share memory")
 
 
-def _spans(t: Tensor) -> list[tuple[int, int]]:
-    """First address of each expert's rows, and the one past the last, in ascending order."""
-    experts, rows, channels = t.shape
-    size = t.element_size() * ((rows - 1) * t.stride(1) + channels)
-    starts = (t.data_ptr() + expert * t.stride(0) * t.element_size() for expert in range(experts))
-    return [(start, start + size) for start in starts]
+def _span(t: Tensor) -> tuple[int, int]:
+    """The first address of experts' rows, and the one past the last."""
+    last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+    return t.data_ptr(), t.data_ptr() + t.element_size() * (last + 1)
 
 
 def named_kept(gate_up, x_t, x_t_sf, w13_t, w13_t_sf, w2_t, w2_t_sf) -> dict[str, Tensor]:

@@ -9,7 +9,6 @@ from torch import Tensor
 from moe_experts import launch as bf16
 from moe_experts.fp8 import plan
 from moe_experts.fp8.layout import padded_rows
-from moe_experts.fp8.plan import variants
 from moe_experts.plan import Groups
 
 __all__ = [
@@ -18,7 +17,6 @@ __all__ = [
     "backward_data",
     "forward",
     "quantize_weights",
-    "variants",
     "weight_grad_accumulate",
 ]
 

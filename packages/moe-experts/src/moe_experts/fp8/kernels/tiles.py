@@ -104,7 +104,7 @@ def multiply(rings, scales, slot, phase, steps, MINE: gl.constexpr, BY_COLUMNS: 
         mbarrier.wait(full.index(slot), phase, pred=k + 1 < steps)
         sums = warpgroup_mma_wait(0, deps=[sums])
         if BY_COLUMNS:
-            mbarrier.arrive(empty.index(before))  # here: a step later takes longer, unlike in products of rows
+            mbarrier.arrive(empty.index(before))
             lower = _sums_of_columns(sums, of_lower, of_columns, lower)
         else:
             lower = gl.fma(sums, of_lower[:, None], lower)
