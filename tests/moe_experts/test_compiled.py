@@ -108,6 +108,9 @@ def test_nothing_but_the_promotion_stands_between_two_sums(fp8):
         found = re.findall(r"wgmma\.wait_group\.sync\.aligned 0;(.*?)(?:wgmma\.fence|bra)", asm["ptx"], re.DOTALL)
         assert sum("fma.rn.f32" in between for between in found) == 4, name  # two in each warpgroup's loop
         for between in found:
-            met = len(re.findall(r"bar\.sync|try_wait|ld\.shared|ld\.global", between))
+            met = len(re.findall(r"bar\.sync|try_wait|ld\.global", between))
+            # scales for the next step are read once nothing multiplies by these any more
+            ahead = name == "fp8_weight_grad[bf16]" and between.rindex("mul.f32") < between.find("ld.shared")
+            assert ahead or "ld.shared" not in between, name
             # a weight gradient gives the slot back as soon as it can
             assert met == 0 or ("weight_grad" in name and met == between.count("mbarrier.arrive") == 1), name

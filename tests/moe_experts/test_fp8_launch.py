@@ -85,6 +85,32 @@ def test_a_step(launches):
     assert [one.options["MODE"] for one in launches[-2:]] == [plan.OVERWRITE] * 2
 
 
+def test_grids_have_one_axis(launches):
+    """The others end at 65,535 programs."""
+    t = numbers()
+    weights = quantized(t)
+    _, *kept = forward(t, weights)
+    backward_data(t, kept, weights)
+    assert {len(one.grid) for one in launches} == {1}
+    blocks = padded_rows(len(t.x), EXPERTS) // 128
+    grids = {one.kernel.__name__: one.grid[0] for one in launches}
+    assert grids["quantize_kernel"] == blocks * HIDDEN // 128
+    assert grids["swiglu_kernel"] == blocks * INNER // 128
+    of_weights = [one.grid[0] for one in launches if one.kernel.__name__ == "quantize_weights_kernel"]
+    assert of_weights == [EXPERTS * 2 * INNER * HIDDEN // 128**2, EXPERTS * HIDDEN * INNER // 128**2]
+
+
+def test_one_row_with_odd_strides(launches):
+    t = numbers((1,), 0)
+    weights = quantized(t)
+    out, *kept = forward(t._replace(x=t.x.as_strided(t.x.shape, (1, 1))), weights)
+    dout = torch.zeros_like(t.x).as_strided(t.x.shape, (1, 1))
+    dx, *_ = launch.backward_data(dout, t.num_tokens_per_expert, kept[0], *weights[4:], t.swiglu_limit)
+    assert [r.stride() for r in (out, dx)] == [(HIDDEN, 1)] * 2
+    found = [d.strides for one in launches for d in descriptors(one)]
+    assert all(stride % 8 == 0 for strides in found for stride in strides[:-1])
+
+
 def test_nothing_is_kept_that_no_backward_reads(launches):
     t = numbers()
     weights = quantized(t, transposed=False)
@@ -161,9 +187,9 @@ def test_weights_are_read_in_place(what, launches):
             gate_proj, up_proj = every[::2], every[1::2]
         t = t._replace(gate_proj=gate_proj, up_proj=up_proj)
     quantized(t)
-    gate, up, *_, rows, half, gate_pitch, up_pitch = launches[0].args
+    gate, up, *_, rows, half, columns, gate_pitch, up_pitch = launches[0].args
     assert (gate.data_ptr(), up.data_ptr()) == (gate_proj.data_ptr(), up_proj.data_ptr())
-    assert (rows, half) == (2 * INNER // 128, INNER // 128)
+    assert (rows, half, columns) == (2 * INNER // 128, INNER // 128, HIDDEN // 128)
     assert (gate_pitch, up_pitch) == (gate_proj.stride(0) // HIDDEN, up_proj.stride(0) // HIDDEN)
 
 

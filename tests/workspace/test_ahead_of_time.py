@@ -22,11 +22,14 @@ MUST_STAY = ("HGMMA", "QGMMA", "UTMALDG", "UTMASTG", "LDSM", "STSM", "F2FP")
 INSTALLED = [name for name in registry.KERNELS if registry.installed_version(name)]
 # The number of kernels, and the names of those with another key after all others have theirs than in a new process.
 OTHER_KEYS = """
-import importlib, json, pkgutil, sys
+import importlib, json, sys
+from pathlib import Path
 from triton.runtime.jit import JITCallable
 
 package = importlib.import_module(sys.argv[1])
-names = [module.name for module in pkgutil.iter_modules(package.__path__, package.__name__ + ".")]
+root = Path(package.__path__[0])
+files = [path.relative_to(root.parent).with_suffix("") for path in sorted(root.rglob("kernels/*.py"))]
+names = [".".join(path.parts) for path in files if path.name != "__init__"]
 members = [f for name in names for f in vars(importlib.import_module(name)).values() if isinstance(f, JITCallable)]
 functions = list({id(f): f for f in members}.values())
 kernels = [f for f in functions if f.__name__.endswith("_kernel")]
@@ -155,6 +158,6 @@ def test_what_was_compiled_ahead_is_found(kernel):
     process that launches it first.
     """
     pytest.importorskip("triton")
-    count, different = json.loads(output_of(start_python(OTHER_KEYS, f"{kernel}.kernels")))
+    count, different = json.loads(output_of(start_python(OTHER_KEYS, kernel)))
     assert count
     assert different == []

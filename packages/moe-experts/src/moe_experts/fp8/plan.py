@@ -22,19 +22,15 @@ PASS = {"num_warps": 16, "maxnreg": 64}  # two
 BACKWARD = {"num_warps": 8, "maxnreg": 255}  # one
 
 
-def quantize(
-    x: Tensor, where: Groups, rows: tuple[Tensor, Tensor] | None, panels: tuple[Tensor, Tensor] | None
-) -> Launch:
+def quantize(x: Tensor, where: Groups, rows: tuple[Tensor, Tensor], panels: tuple[Tensor, Tensor] | None) -> Launch:
     """x (M, C) bf16 to rows (Mp, C) with scales (C / 128, Mp), and to panels with scales (Mp / 128, C)."""
     from moe_experts.fp8.kernels.quantize import quantize_kernel
 
-    columns = x.shape[1] // BLOCK
-    some = rows if rows is not None else panels
-    to_rows, to_panels = (some if one is None else one for one in (rows, panels))
-    padded = to_rows[0].numel() // x.shape[1]
-    args = (x, *map(_bytes, to_rows), *map(_bytes, to_panels), where.tiles, where.starts.numel() - 1, columns, padded)
-    options = {"ROWS": rows is not None, "PANELS": panels is not None, **QUANTIZE}
-    return Launch(quantize_kernel, (columns, padded // BLOCK), args, options)
+    columns, padded = rows[1].shape
+    to_panels = rows if panels is None else panels
+    args = (x, *map(_bytes, rows), *map(_bytes, to_panels), where.tiles, where.starts.numel() - 1, columns, padded)
+    options = {"PANELS": panels is not None, **QUANTIZE}
+    return Launch(quantize_kernel, (columns * (padded // BLOCK),), args, options)
 
 
 def quantize_weights(
@@ -46,9 +42,10 @@ def quantize_weights(
     experts, rows, columns = out[1].shape
     pitches = (_rows_apart(t) for t in (gate, up))
     other = out if turned is None else turned
-    args = (gate, up, *map(_bytes, out), *map(_bytes, other), rows, gate.shape[1] // BLOCK, *pitches)
-    options = {"TURNED": turned is not None, **PASS}
-    return Launch(quantize_weights_kernel, (columns, rows, experts), args, options)
+    args = (gate, up, *map(_bytes, out), *map(_bytes, other), rows, gate.shape[1] // BLOCK, columns, *pitches)
+    return Launch(
+        quantize_weights_kernel, (columns * rows * experts,), args, {"TURNED": turned is not None, **QUANTIZE}
+    )
 
 
 def swiglu(gate_up: Tensor, limit: float, where: Groups, h: tuple[Tensor, Tensor]) -> Launch:
@@ -57,7 +54,7 @@ def swiglu(gate_up: Tensor, limit: float, where: Groups, h: tuple[Tensor, Tensor
 
     columns, padded = h[1].shape
     args = (gate_up, _bytes(h[0]), h[1], where.tiles, where.starts.numel() - 1, columns, padded, float(limit))
-    return Launch(swiglu_kernel, (columns, padded // BLOCK), args, PASS)
+    return Launch(swiglu_kernel, (columns * (padded // BLOCK),), args, PASS)
 
 
 def product(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], where: Groups, out: Tensor, padded: bool) -> Launch:

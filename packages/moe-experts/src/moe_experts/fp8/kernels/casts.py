@@ -7,6 +7,8 @@ A code is that of RN(v / s), a scale RN(max(amax, floor) / 448), as in `hopper_k
 The error e is taken this way round so that zeros keep their sign. An Inf scale has the reciprocal 0 and the largest
 finite number as divisor, which gives zeros of the value's sign, and NaN for Inf. No 8-bit value has a register of its
 own: ptxas 12.9 corrupts transposed stores of those (triton-lang/triton#11111).
+
+Functions that kernels share read no global, and are given the instructions of a cast: see `moe_experts.kernels.tiles`.
 """
 
 from triton.experimental import gluon
@@ -50,11 +52,11 @@ def _high(value: str, pair: str) -> str:
 _VALUES = ["v0", "v1", "v2", "v3"]
 
 # $0 <- four values $1 to $4, each with its divisor and reciprocal.
-_CAST = _block(_cast(_operands(1, 4), _operands(5, 4), _operands(9, 4), "$0"))
+CAST = _block(_cast(_operands(1, 4), _operands(5, 4), _operands(9, 4), "$0"))
 # $0 <- four values $1 to $4 that share the divisor $5 and the reciprocal $6.
 _CAST_WORD = _block(_cast(_operands(1, 4), ["$5"] * 4, ["$6"] * 4, "$0"))
 # $0 <- two bf16 pairs $1 and $2 of a row; then a divisor for each pair, and a reciprocal.
-_CAST_PAIRS = _block(
+CAST_PAIRS = _block(
     _low("v0", "$1"),
     _high("v1", "$1"),
     _low("v2", "$2"),
@@ -63,13 +65,12 @@ _CAST_PAIRS = _block(
 )
 # $0, $1 <- the first and the second values of four pairs $2 to $5; then four operands each: divisors of the first and
 # of the second values, reciprocals of the first and of the second.
-_CAST_COLUMNS = _block(
+CAST_COLUMNS = _block(
     *(_low(v, pair) for v, pair in zip(_VALUES, _operands(2, 4), strict=True)),
     _cast(_VALUES, _operands(6, 4), _operands(14, 4), "$0"),
     *(_high(v, pair) for v, pair in zip(_VALUES, _operands(2, 4), strict=True)),
     _cast(_VALUES, _operands(10, 4), _operands(18, 4), "$1"),
 )
-_MAX_PAIRS = constexpr("max.NaN.bf16x2 $0, $1, $2;")
 
 
 @gluon.jit
@@ -81,7 +82,8 @@ def magnitude(v):
 @gluon.jit
 def max_pairs(a, b):
     """The larger of each of two magnitudes in bf16, pair by pair; NaN if one is."""
-    return gl.inline_asm_elementwise(_MAX_PAIRS, "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1)
+    larger: gl.constexpr = "max.NaN.bf16x2 $0, $1, $2;"
+    return gl.inline_asm_elementwise(larger, "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -108,10 +110,10 @@ def activation_scales(amax):
 
 
 @gluon.jit
-def codes(v, divisor, reciprocal):
-    """Bytes of the quotients; four that are neighbours in a thread's registers are made together."""
+def codes(v, divisor, reciprocal, CAST: gl.constexpr):
+    """Bytes of the quotients by `CAST`; four that are neighbours in a thread's registers are made together."""
     return gl.inline_asm_elementwise(
-        _CAST, "=r,f,f,f,f,f,f,f,f,f,f,f,f", [v, divisor, reciprocal], dtype=gl.uint8, is_pure=True, pack=4
+        CAST, "=r,f,f,f,f,f,f,f,f,f,f,f,f", [v, divisor, reciprocal], dtype=gl.uint8, is_pure=True, pack=4
     )
 
 
@@ -124,27 +126,22 @@ def word(a, b, c, d, divisor, reciprocal):
 
 
 @gluon.jit
-def codes_of_pairs(pairs, divisor, reciprocal):
-    """Two bytes for each bf16 pair, as uint16."""
+def codes_of_pairs(pairs, divisor, reciprocal, CAST: gl.constexpr):
+    """Two bytes for each bf16 pair by `CAST_PAIRS`, as uint16."""
     return gl.inline_asm_elementwise(
-        _CAST_PAIRS, "=r,r,r,f,f,f,f", [pairs, divisor, reciprocal], dtype=gl.uint16, is_pure=True, pack=2
+        CAST, "=r,r,r,f,f,f,f", [pairs, divisor, reciprocal], dtype=gl.uint16, is_pure=True, pack=2
     )
 
 
 @gluon.jit
-def codes_of_columns(pairs, divisor_low, divisor_high, reciprocal_low, reciprocal_high):
-    """The byte of each pair's first value and that of its second; four neighbours of a thread give a word of each."""
+def codes_of_columns(pairs, divisor_low, divisor_high, reciprocal_low, reciprocal_high, CAST: gl.constexpr):
+    """The byte of each pair's first value and that of its second by `CAST_COLUMNS`; four neighbours of a thread give a
+    word of each."""
     return gl.inline_asm_elementwise(
-        _CAST_COLUMNS,
+        CAST,
         "=r,=r,r,r,r,r,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f",
         [pairs, divisor_low, divisor_high, reciprocal_low, reciprocal_high],
         dtype=(gl.uint8, gl.uint8),
         is_pure=True,
         pack=4,
     )
-
-
-@gluon.constexpr_function
-def patches():
-    """Layout of a tile with 16 warps: whole rows a warp, of which a thread has 4 neighbours, and 8 channels."""
-    return gl.BlockedLayout([4, 8], [2, 16], [16, 1], [1, 0])

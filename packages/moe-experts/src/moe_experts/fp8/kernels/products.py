@@ -99,7 +99,7 @@ def _multiply_tiles(
         barrier()
         after = gl.minimum(i + gl.num_programs(0), last)
         following = _scales_of_tile(after, b_scales, table, count, sizes, blocks, MINE)
-        upper, lower, slot, phase = multiply(rings, tables, slot, phase, steps, MINE, False, STAGES)
+        upper, lower, slot, phase = multiply(rings, tables, slot, phase, steps, MINE, False, False, STAGES)
         if PADDED:
             row = m * BLOCK
             left = gl.where(expert < experts, BLOCK, 0)

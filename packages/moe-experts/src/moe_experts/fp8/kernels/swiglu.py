@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language import PropagateNan
 
-from moe_experts.fp8.kernels.casts import TILE, activation_scales, codes, magnitude, patches, word
+from moe_experts.fp8.kernels.casts import CAST, TILE, activation_scales, codes, magnitude, word
 from moe_experts.fp8.kernels.quantize import async_load, block_of
 from moe_experts.kernels.swiglu import swiglu, swiglu_backward
 
@@ -21,15 +21,15 @@ CHUNK = gl.constexpr(16)  # rows
 
 @gluon.jit(do_not_specialize=["experts", "columns", "pitch"])
 def swiglu_kernel(gate_up, rows, row_scales, table, experts, columns, pitch, limit):
-    """A program quantises block program_id(1) of padded rows, columns 128 program_id(0) on, of the SwiGLU.
+    """A program quantises a block of padded rows, 128 columns, of the SwiGLU.
 
     gate_up (Mp, 2 inner) bf16, inner = 128 columns; rows (Mp, inner) bytes, row_scales (columns, pitch) fp32.
     """
-    block, owned, _first, _left = block_of(table, experts)
+    block, column, owned, _first, _left = block_of(table, experts, columns)
     if owned:
-        LAYOUT: gl.constexpr = patches()
+        # Whole rows a warp, of which a thread has 4 neighbours, and 8 channels.
+        LAYOUT: gl.constexpr = gl.BlockedLayout([4, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
         inner = columns * TILE
-        column = gl.program_id(0)
         first = (block * TILE).to(gl.int64)
         r = gl.arange(0, TILE, layout=gl.SliceLayout(1, LAYOUT))
         c = gl.arange(0, TILE, layout=gl.SliceLayout(0, LAYOUT))
@@ -39,7 +39,7 @@ def swiglu_kernel(gate_up, rows, row_scales, table, experts, columns, pitch, lim
         h = swiglu(g, u, limit, ALL)
         scale, divisor, reciprocal = activation_scales(gl.max(magnitude(h), axis=1))
         to = rows + (first * inner + column * TILE) + (r[:, None] * inner + c[None, :])
-        gl.store(to, codes(h, divisor[:, None], reciprocal[:, None]))
+        gl.store(to, codes(h, divisor[:, None], reciprocal[:, None], CAST))
         gl.store(row_scales + column.to(gl.int64) * pitch + block * TILE + r, scale)
 
 
@@ -103,7 +103,7 @@ def _store_rows(v, divisors, reciprocals, out, pitch, PATCH: gl.constexpr):
         divisor = divisors.slice(i * CHUNK, CHUNK).load(gl.SliceLayout(1, PATCH))
         reciprocal = reciprocals.slice(i * CHUNK, CHUNK).load(gl.SliceLayout(1, PATCH))
         to = out + i * pitch + (r * (CHUNKS * pitch) + c)
-        gl.store(to, codes(v[i], divisor[:, None], reciprocal[:, None]))
+        gl.store(to, codes(v[i], divisor[:, None], reciprocal[:, None], CAST))
 
 
 @gluon.jit

@@ -22,8 +22,6 @@ BLOCK = gl.constexpr(128)
 HALF = gl.constexpr(64)  # rows of a step's sums
 PANEL = gl.constexpr(64)  # columns of bf16 that lie together in shared memory
 COLUMNS = gl.constexpr(256)
-CODES = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8))
-SCALES = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32))
 
 
 @gluon.jit
@@ -33,9 +31,11 @@ def allocate_rings(STAGES: gl.constexpr):
     `full` says that all but the lower half of a is there, `second` that this is. There must be no barrier that is not
     used: its memory would be given to a ring, whose data the hardware then overwrites now and then.
     """
-    a_ring = gl.allocate_shared_memory(gl.float8e4nv, [2 * STAGES, HALF, BLOCK], CODES)
-    b_ring = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, COLUMNS, BLOCK], CODES)
-    a_scales = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK], SCALES)
+    CODES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8)
+    SCALES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32)
+    a_ring = gl.allocate_shared_memory(gl.float8e4nv, [2 * STAGES, 64, 128], CODES)
+    b_ring = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 256, 128], CODES)
+    a_scales = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 128], SCALES)
     full, empty = allocate_barriers(STAGES, 1, 2)
     second = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
@@ -52,19 +52,25 @@ def slot_after(slot, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _sums_of_columns(sums, rows, columns, total):
-    return gl.fma(sums * columns[None, :], rows[:, None].broadcast_to(sums.shape), total)
-
-
-@gluon.jit
-def multiply(rings, scales, slot, phase, steps, MINE: gl.constexpr, BY_COLUMNS: gl.constexpr, STAGES: gl.constexpr):
+def multiply(
+    rings,
+    scales,
+    slot,
+    phase,
+    steps,
+    MINE: gl.constexpr,
+    BY_COLUMNS: gl.constexpr,
+    AHEAD: gl.constexpr,
+    STAGES: gl.constexpr,
+):
     """A warpgroup: sums (64, 128) of the upper and of the lower rows over the next steps, for the columns from MINE on.
 
     Also returns the slot and the phase after them. scales, in shared memory: with BY_COLUMNS those of b's columns, a
     ring of (STAGES, 1, 256), else of b's blocks, (2 * most steps, 1), each step's first for the one warpgroup.
 
     Each warpgroup promotes one half's sums while the other one's are on the tensor cores. So between the end of a sum
-    and the start of the next there is nothing but the promotion: barriers are met while a sum is on its way.
+    and the start of the next there is nothing but the promotion: barriers are met while a sum is on its way. With AHEAD
+    scales of columns are read as soon as those of the step before have been used: faster by 3 %, if registers suffice.
     """
     a_ring, b_ring, a_scales, full, second, empty = rings
     half: gl.constexpr = a_ring.shape[1]
@@ -77,6 +83,8 @@ def multiply(rings, scales, slot, phase, steps, MINE: gl.constexpr, BY_COLUMNS: 
     sums = gl.zeros([half, block], gl.float32, layout)
     before = 0  # not `slot`: Triton would take the line in the loop for the same value, and keep this one
     mbarrier.wait(full.index(slot), phase, pred=steps > 0)
+    if AHEAD:
+        of_columns = scales.index(slot).reshape([2 * block]).slice(MINE, block).load(LINE)
     for k in range(steps):
         b_tile = b_ring.index(slot).slice(MINE, block).permute((1, 0))
         sums = warpgroup_mma(a_ring.index(2 * slot), b_tile, sums, use_acc=False, is_async=True)
@@ -85,18 +93,17 @@ def multiply(rings, scales, slot, phase, steps, MINE: gl.constexpr, BY_COLUMNS: 
         of_rows = a_scales.index(slot).reshape([2 * half])
         of_upper = of_rows.slice(0, half).load(ROWS)
         of_lower = of_rows.slice(half, half).load(ROWS)
-        if BY_COLUMNS:
+        if BY_COLUMNS and not AHEAD:
             of_columns = scales.index(slot).reshape([2 * block]).slice(MINE, block).load(LINE)
-        else:
+        if not BY_COLUMNS:
             of_block = scales.index(MINE // block * (scales.shape[0] // 2) + k).load(ROWS).broadcast_to(half)
             of_upper *= of_block
             of_lower *= of_block
         mbarrier.wait(second.index(slot), phase)
         sums = warpgroup_mma_wait(0, deps=[sums])
         if BY_COLUMNS:
-            upper = _sums_of_columns(sums, of_upper, of_columns, upper)
-        else:
-            upper = gl.fma(sums, of_upper[:, None], upper)
+            sums *= of_columns[None, :]
+        upper = gl.fma(sums, of_upper[:, None].broadcast_to(sums.shape), upper)
         upper = warpgroup_mma_wait(0, deps=[upper])  # waits for nothing: keeps the promotion before the next sums
         sums = warpgroup_mma(a_ring.index(2 * slot + 1), b_tile, sums, use_acc=False, is_async=True)
         before = slot
@@ -104,10 +111,12 @@ def multiply(rings, scales, slot, phase, steps, MINE: gl.constexpr, BY_COLUMNS: 
         mbarrier.wait(full.index(slot), phase, pred=k + 1 < steps)
         sums = warpgroup_mma_wait(0, deps=[sums])
         if BY_COLUMNS:
+            sums *= of_columns[None, :]
+            if AHEAD:
+                sums = warpgroup_mma_wait(0, deps=[sums])  # waits for nothing: keeps the loads behind the products
+                of_columns = scales.index(slot).reshape([2 * block]).slice(MINE, block).load(LINE)  # the last: unused
             mbarrier.arrive(empty.index(before))
-            lower = _sums_of_columns(sums, of_lower, of_columns, lower)
-        else:
-            lower = gl.fma(sums, of_lower[:, None], lower)
+        lower = gl.fma(sums, of_lower[:, None].broadcast_to(sums.shape), lower)
     if not BY_COLUMNS:
         mbarrier.arrive(empty.index(before), pred=steps > 0)
     return upper, lower, slot, phase

@@ -10,7 +10,6 @@ from moe_experts.fp8.kernels.tiles import (
     COLUMNS,
     HALF,
     PANEL,
-    SCALES,
     allocate_rings,
     halves,
     multiply,
@@ -89,7 +88,9 @@ def _multiply_tiles(
     phase = 0
     for i in range(gl.program_id(0), tiles, gl.num_programs(0)):
         expert, m, n, begin, end = _tile(i, blocks, sizes)
-        upper, lower, slot, phase = multiply(rings, b_ring_scales, slot, phase, end - begin, MINE, True, STAGES)
+        upper, lower, slot, phase = multiply(
+            rings, b_ring_scales, slot, phase, end - begin, MINE, True, MODE == BF16, STAGES
+        )
         row = m * BLOCK
         if MODE == BF16:
             panels = halves(upper.to(gl.bfloat16)) + halves(lower.to(gl.bfloat16))
@@ -150,6 +151,7 @@ def weight_grad_kernel(
     pointer to fp32, whose rows and experts are so many numbers apart, and is overwritten or added to; an expert without
     rows is then left alone. Nothing between rows is written.
     """
+    SCALES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32)
     rings = allocate_rings(STAGES)
     b_ring_scales = gl.allocate_shared_memory(gl.float32, [STAGES, 1, COLUMNS], SCALES)
     if MODE == BF16:
