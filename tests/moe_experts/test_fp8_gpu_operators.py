@@ -107,6 +107,19 @@ def test_buffers_of_gradients(form, accumulate, parts):
         assert_same_bytes(home, wanted, "buffer")
 
 
+def test_denormal_sums_stay_or_become_zeros():
+    """Those of an expert without rows are left alone."""
+    t, dout = fp8_on_gpu.operands(*SHAPE)
+    s = step(t)
+    (dw13, dw2), _ = _buffers(t, "contiguous")
+    for buffer in (dw13, dw2):
+        buffer.fill_(1e-39)
+    moe_experts_fp8_backward_accumulate(torch.zeros_like(dout), *s.joint, dw13, dw2)
+    for buffer in (dw13, dw2):
+        assert buffer[1].eq(1e-39).all()
+        assert (buffer.eq(1e-39) | buffer.eq(0)).all()
+
+
 @each_form
 def test_gradients_that_are_not_needed_change_nothing(packed):
     t, dout = fp8_on_gpu.operands(*SHAPE, packed=packed)

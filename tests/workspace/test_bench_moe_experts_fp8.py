@@ -77,7 +77,11 @@ def test_micro_batches_differ_in_their_routing():
     assert [tuple(t.shape) for t in batches.expected] == shapes
 
 
-WAYS = {bench.OURS: (bench.by_autograd, torch.bfloat16), bench.CACHED: (bench.by_cached_weights, torch.float32)}
+WAYS = {
+    bench.OURS: (bench.by_autograd, torch.bfloat16),
+    bench.ANEW: (functools.partial(bench.with_fp32_sums, cached=False), torch.float32),
+    bench.CACHED: (functools.partial(bench.with_fp32_sums, cached=True), torch.float32),
+}
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -120,8 +120,8 @@ def moe_experts_fp8_backward_accumulate(
         and experts may be any multiples of 4 elements apart, so that parts of a flat buffer and pitched views will do,
         as long as no expert's rows reach into another's or into the other buffer. What lies between is not touched.
     accumulate: True adds, new = RN(old + dW) with dW the sum over the expert's rows in fp32, which rounded to bf16 is
-        the gradient of `moe_experts_fp8_backward`. An expert without rows keeps its bytes. False overwrites with dW,
-        and with zeros for such an expert.
+        the gradient of `moe_experts_fp8_backward`; on a GPU denormal numbers may count as zeros. An expert without rows
+        keeps its bytes. False overwrites with dW, and with zeros for such an expert.
     The others are as there.
     """
     operands = dout, num_tokens_per_expert, gate_up, x_t, x_t_sf, w13_t, w13_t_sf, w2_t, w2_t_sf, swiglu_limit
