@@ -229,15 +229,9 @@ def test_the_stride_of_one_index_does_not_matter():
 
 
 def test_one_expert_and_one_row_with_odd_strides(launches):
-    """What TMA reads and writes has strides that it takes, and results are contiguous."""
     t = operands((1,), 0)
     x = t.x.as_strided((1, 64), (1, 1))
     weights = [w.as_strided(w.shape, (1, *w.stride()[1:])) for w in t[1:4]]
-    t = t._replace(x=x, gate_proj=weights[0], up_proj=weights[1], down_proj=weights[2])
-    out, gate, up = forward(t)
-    dout = torch.zeros(64, dtype=torch.bfloat16).as_strided((1, 64), (1, 1))
-    limit = t.swiglu_limit
-    dx, *rest = launch.backward_data(dout, *weights, t.num_tokens_per_expert, gate, up, limit)
-    assert [r.stride() for r in (out, dx, gate, up, rest[1])] == [(64, 1)] * 2 + [(40, 1)] * 3
+    forward(t._replace(x=x, gate_proj=weights[0], up_proj=weights[1], down_proj=weights[2]))
     found = [d.strides for one in launches for d in descriptors(one)]
     assert all(stride % 8 == 0 for strides in found for stride in strides[:-1])

@@ -77,20 +77,15 @@ def test_micro_batches_differ_in_their_routing():
     assert [tuple(t.shape) for t in batches.expected] == shapes
 
 
-WAYS = {
-    bench.OURS: (bench.by_autograd, torch.bfloat16),
-    bench.ANEW: (functools.partial(bench.with_fp32_sums, cached=False), torch.float32),
-    bench.CACHED: (functools.partial(bench.with_fp32_sums, cached=True), torch.float32),
-}
+WAYS = {bench.OURS: torch.bfloat16, bench.ANEW: torch.float32, bench.CACHED: torch.float32}  # of sums of gradients
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_micro_batches_are_right_and_again(way, batches):
     (case,) = (case for case in bench.cases(CPU, True) if case.label.endswith(bench.MICRO))
     (candidate,) = (one for one in case.candidates if one.name == way)
-    prepare, dtype = WAYS[way]
-    assert candidate.prepare is prepare
-    verify, call = candidate.verify or case.verify, prepare(batches)
+    dtype = WAYS[way]
+    verify, call = candidate.verify or case.verify, candidate.prepare(batches)
     note, found = verify(batches, call()), call()
     assert verify(batches, found) == note
     for name in bench.RESULTS:
@@ -103,12 +98,23 @@ def test_micro_batches_are_right_and_again(way, batches):
         verify(batches, {**found, "grad up": found["grad up"].to(other)})
 
 
+@pytest.mark.parametrize("cached", [False, True])
+def test_weights_are_quantised_once_if_they_are_kept(cached, batches, monkeypatch):
+    calls = []
+    quantize = bench.moe_experts_fp8_quantize_weights
+    monkeypatch.setattr(bench, "moe_experts_fp8_quantize_weights", lambda *w: calls.append(1) or quantize(*w))
+    call = bench.with_fp32_sums(batches, cached)
+    assert [len(calls), call() and len(calls), call() and len(calls)] == ([0, 1, 2] if cached else [0, 4, 8])
+
+
 def test_toy_cases_run_through_the_harness():
     record = harness.run(bench.BENCH, CPU, rounds=1)
     assert len(record["cases"]) == 3 * len(bench.LOADS)
     for case in record["cases"]:
         assert {entry["status"] for entry in case["candidates"]} == {"verified"}, case
-        assert [entry["ours"] for entry in case["candidates"]] == [True, bench.MICRO in case["label"]]
+        assert [entry["ours"] for entry in case["candidates"]] == (
+            [True] * 3 if bench.MICRO in case["label"] else [True, False]
+        )
         assert all(entry["note"].startswith("relative errors: out ") for entry in case["candidates"])
         assert case["unit"] == "flops"
     assert "sgl-deep-gemm" in record["versions"]
