@@ -3,7 +3,8 @@
 `PYTORCH_NO_CUDA_MEMORY_CACHING=1` gives each tensor memory of its own, so a byte beyond one is seen. Results that are
 stored plainly are then read in full, so initcheck sees a byte that was never written: h and the gradients of gate and
 up, of the experts' rows, since the others are unspecified. Initcheck does not see what TMA writes, which is everything
-else: `test_poisoned_memory_is_not_seen` has that, and gate and up are random numbers in the backward.
+else: `test_poisoned_memory_is_not_seen` has that, gate and up are random numbers in the backward, and what FP8's
+products write for its passes to read is filled with them before.
 
 `--without-specialised-warps` leaves out the products, since racecheck cannot follow their warps, see
 `tests/mhc_projection/racecheck_control.py`. What is left is the kernel of the groups, and the passes of FP8.
@@ -11,8 +12,9 @@ else: `test_poisoned_memory_is_not_seen` has that, and gate and up are random nu
 
 import itertools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from moe_experts import (
@@ -44,6 +46,7 @@ def main() -> None:
         for module, names in ((plan, PRODUCTS), (fp8_plan, FP8_PRODUCTS)):
             for name in names:
                 setattr(module, name, lambda *_, **__: SimpleNamespace(run=lambda: None))
+    fp8_plan.product = _filled_before(fp8_plan.product)
     torch.manual_seed(0)
     calls = 0
     for programs, shape in itertools.product(PROGRAMS, SHAPES):
@@ -57,6 +60,14 @@ def main() -> None:
     calls += sum(_experts(t, NEEDS[:1]) for t in _operands((128 * 40 + 1, 0, 7), 300, 8, 8))
     torch.cuda.synchronize()
     print(f"{calls} calls, results read")
+
+
+def _filled_before(product: Callable[..., Any]) -> Callable[..., Any]:
+    def filled(a: Any, b: Any, where: plan.Groups, out: Tensor, padded: bool) -> Any:
+        out.normal_()
+        return product(a, b, where, out, padded)
+
+    return filled
 
 
 def _operands(groups: tuple[int, ...], tail: int, hidden: int, inner: int) -> Iterator[Operands]:

@@ -49,9 +49,10 @@ def backward(t, gate, up, *needs):
     return launch.backward(dout, t.x, *weights, t.num_tokens_per_expert, gate, up, t.swiglu_limit, *needs)
 
 
-def backward_data(t, gate, up):
+def backward_data(t, gate, up, dout=None):
     weights = t.gate_proj, t.up_proj, t.down_proj
-    return launch.backward_data(torch.zeros_like(t.x), *weights, t.num_tokens_per_expert, gate, up, t.swiglu_limit)
+    dout = torch.zeros_like(t.x) if dout is None else dout
+    return launch.backward_data(dout, *weights, t.num_tokens_per_expert, gate, up, t.swiglu_limit)
 
 
 def weight_grad(t, dgate_dup, h, packed=False):
@@ -232,6 +233,10 @@ def test_one_expert_and_one_row_with_odd_strides(launches):
     t = operands((1,), 0)
     x = t.x.as_strided((1, 64), (1, 1))
     weights = [w.as_strided(w.shape, (1, *w.stride()[1:])) for w in t[1:4]]
-    forward(t._replace(x=x, gate_proj=weights[0], up_proj=weights[1], down_proj=weights[2]))
+    t = t._replace(x=x, gate_proj=weights[0], up_proj=weights[1], down_proj=weights[2])
+    out, gate, up = forward(t)
+    odd = [one.as_strided(one.shape, (1, 1)) for one in (gate, up)]
+    results = out, gate, up, *backward_data(t, *odd, dout=x)
+    assert all(one.stride() == (one.shape[1], 1) for one in results)
     found = [d.strides for one in launches for d in descriptors(one)]
     assert all(stride % 8 == 0 for strides in found for stride in strides[:-1])

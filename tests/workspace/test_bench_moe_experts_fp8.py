@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from benches import moe_fp8_stages as stages
 from benches.moe_products import SIZES
 from tests.support import fp8_experts
 
+ROOT = Path(__file__).resolve().parents[2]
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SHAPE = 3, 450, 256, 384  # experts, rows, hidden, inner
 
@@ -137,6 +141,30 @@ def test_cases_of_a_gpu():
     assert all(candidate.ours == ("FP8" in candidate.name) for case in full for candidate in case.candidates)
 
 
+def test_the_errors_in_the_readme_are_the_measured_ones():
+    record = json.loads((ROOT / "benches/results/moe_experts_fp8.json").read_text())
+    (case,) = (case for case in record["cases"] if case["label"] == "EP=96, 4 experts, forward + backward")
+    readme = (ROOT / "packages/moe-experts/README.md").read_text()
+    for entry in case["candidates"][:3]:
+        errors = re.findall(r"\d\.\de-\d\d", entry["note"])
+        assert len(errors) == len(bench.RESULTS)
+        assert f"| {entry['name']} | {' | '.join(errors)} |" in readme
+
+
+def test_micro_batches_in_the_readme_are_the_measured_ones():
+    record = json.loads((ROOT / "benches/results/moe_experts_fp8.json").read_text())
+    readme = (ROOT / "packages/moe-experts/README.md").read_text()
+    found = [
+        [candidate["flushed"]["median_ms"] for candidate in case["candidates"]]
+        for case in record["cases"]
+        if case["label"].endswith(bench.MICRO)
+    ]
+    for times in zip(*found, strict=True):
+        assert f", ms | {' | '.join(f'{ms:.2f}' for ms in times)} |" in readme
+    saved = [f"{anew - cached:.2f}" for _, anew, cached in found]
+    assert f"| saved by the cache, ms | {' | '.join(saved)} |" in readme
+
+
 @pytest.fixture
 def on_gpu() -> stages.Inputs:
     return bench.make_inputs(3, 1000, 256, 384, CUDA)
@@ -154,5 +182,6 @@ def test_steps_by_deep_gemm_on_the_device(task, on_gpu):
 def test_our_steps_on_the_device(on_gpu):
     bf16.close(on_gpu, bench.prepare(bench.BOTH, True, on_gpu)(), bench.BOUNDS)
     batches = bench.make_micro_batches(3, 1000, 256, 384, CUDA)
-    for prepare, dtype in WAYS.values():
-        bench.summed(batches, prepare(batches)(), dtype)
+    bench.summed(batches, bench.by_autograd(batches)(), torch.bfloat16)
+    for cached in (False, True):
+        bench.summed(batches, bench.with_fp32_sums(batches, cached)(), torch.float32)

@@ -32,13 +32,14 @@ def forward(
     """
     rows = x.shape[0]
     inner = down_proj.shape[2]
-    out, gate, up = torch.empty_like(x), x.new_empty(rows, inner), x.new_empty(rows, inner)
+    # not empty_like, here and below: it keeps odd strides of a single row
+    out, gate, up = x.new_empty(x.shape), x.new_empty(rows, inner), x.new_empty(rows, inner)
     if rows == 0:
         return out, gate, up
     gate_proj, up_proj = two(gate_proj, up_proj)
     with torch.cuda.device_of(x):
         where = groups(counts, rows)
-        hidden = torch.empty_like(gate)
+        hidden = gate.new_empty(gate.shape)
         plan.gate_up(x, gate_proj, up_proj, limit, where, gate, up, hidden).run()
         plan.down(hidden, down_proj, where, out).run()
     return out, gate, up
@@ -89,7 +90,7 @@ def backward_data(
     """dx (M, H), the gradients of gate and up side by side (M, 2I), and the SwiGLU (M, I)."""
     rows, inner = gate.shape
     if rows == 0:
-        return torch.empty_like(dout), gate.new_empty(rows, 2 * inner), torch.empty_like(gate)
+        return dout.new_empty(dout.shape), gate.new_empty(rows, 2 * inner), gate.new_empty(gate.shape)
     gate_proj, up_proj = two(gate_proj, up_proj)
     with torch.cuda.device_of(dout):
         where = groups(counts, rows)
@@ -114,14 +115,14 @@ def _grad_hidden(
 ) -> tuple[Tensor, Tensor]:
     """The gradients of gate and up side by side, and the SwiGLU."""
     rows, inner = gate.shape
-    grads, hidden = gate.new_empty(rows, 2 * inner), torch.empty_like(gate)
+    grads, hidden = gate.new_empty(rows, 2 * inner), gate.new_empty(gate.shape)
     plan.grad_hidden(dout, down_proj, gate, up, limit, where, grads[:, :inner], grads[:, inner:], hidden).run()
     return grads, hidden
 
 
 def _grad_x(grad_gate_up: Tensor, gate_proj: Tensor, up_proj: Tensor, where: plan.Groups, like: Tensor) -> Tensor:
     inner = grad_gate_up.shape[1] // 2
-    dx = torch.empty_like(like)
+    dx = like.new_empty(like.shape)
     plan.grad_x(grad_gate_up[:, :inner], grad_gate_up[:, inner:], gate_proj, up_proj, where, dx).run()
     return dx
 
