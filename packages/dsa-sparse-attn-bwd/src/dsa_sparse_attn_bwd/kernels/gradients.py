@@ -1,0 +1,353 @@
+"""The gradients of the queries and of the latent rows, by products of tiles of 64 slots, 64 heads and 512 channels.
+
+A program, one an SM, takes every so many-th query, with 64 of its heads. It has three warpgroups:
+
+- One gathers the rows K of 64 slots, and computes S^T = K q^T and dP^T = K g^T, g the gradient of the output, in one
+  product; from these P^T and the gradient dS^T of the scores, which it leaves in shared memory in bf16.
+- Two have 256 channels each, of which they load q and g. A tile adds dS K to the gradient of q, which stays in
+  registers until the last. Then dS^T q + P^T g, the tile's share of the gradient of its rows, is formed, 64 channels at
+  a time, and added to sums in fp32 by reductions in the L2; or stored, if it is to be added in a fixed order.
+
+The reductions are the most that is to be done: 128 KB a tile, which the L2 takes at 3.8 TB/s if each instruction
+of a warp has whole lines of 128 bytes. So lanes exchange parts of the products, and the sums' channels have an order of
+their own, which `passes.finish_kernel` undoes.
+"""
+
+from hopper_kernels.gluon_names import barrier, reinterpret, tma_load
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+CHANNELS = gl.constexpr(512)
+TILE = gl.constexpr(64)  # slots, and heads
+PANEL = gl.constexpr(64)  # channels: 128 bytes of bf16
+HALF = gl.constexpr(256)  # channels of a warpgroup
+PANELS = gl.constexpr(4)  # of a warpgroup
+
+async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+
+# A chunk of 64 slots x 64 channels. As products leave it, a thread has pairs of channels, in steps of 8. Eight lanes
+# then have 32 channels of a slot, four numbers each: channels 0, 1, 8, 9 of 16.
+LINES = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 8], [0, 16], [4, 0], [8, 0]],
+        lane_bases=[[0, 2], [0, 4], [1, 0], [2, 0], [0, 32]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, 64],
+    )
+)
+# The gradient of a query, 64 heads x 256 channels in bf16, on the way from pairs of channels to eight in a row.
+FOURS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 16], [8, 0], [0, 32], [0, 64], [0, 128]],
+        lane_bases=[[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, 256],
+    )
+)
+EIGHTS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64], [0, 128]],
+        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, 256],
+    )
+)
+GATHERED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # 16 bytes a lane
+ADD = gl.constexpr("red.relaxed.gpu.global.add.v4.f32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0;")
+STORE = gl.constexpr("st.global.v4.f32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0;")
+
+
+@gluon.jit
+def _load_panel(q, grad_out, item, panel, operands, full, PARTS: gl.constexpr):
+    """64 channels of a query and of the gradient of its output."""
+    at = [item // PARTS, item % PARTS * TILE, panel * PANEL]
+    bar = full.index(panel)
+    mbarrier.expect(bar, 2 * TILE * PANEL * 2)
+    tma_load(q, at, bar, operands.index(2 * panel).reshape([1, TILE, PANEL]))
+    tma_load(grad_out, at, bar, operands.index(2 * panel + 1).reshape([1, TILE, PANEL]))
+
+
+@gluon.jit
+def _some_slots(mine, first, count, LAYOUT: gl.constexpr):
+    """Rows of 64 slots, -1 behind the last."""
+    n = gl.arange(0, TILE, layout=LAYOUT)
+    return gl.load(mine + first + n, mask=first + n < count, other=-1)
+
+
+@gluon.jit
+def _gather(kv, row, keys):
+    """Copies rows to panels; zeros for slots behind the last."""
+    c = gl.arange(0, PANEL, layout=gl.SliceLayout(0, GATHERED))
+    base = kv + row.to(gl.int64) * CHANNELS
+    inside = (row >= 0)[:, None] & (c < PANEL)[None, :]
+    for j in gl.static_range(CHANNELS // PANEL):
+        async_load(keys.index(j), base[:, None] + (j * PANEL + c)[None, :], mask=inside)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _score(
+    inputs,
+    scale_log2,
+    scale,
+    tiles,
+    bars,
+    items,
+    pitch,
+    nowhere,
+    rounds,
+    HEADS: gl.constexpr,
+    PARTS: gl.constexpr,
+    ORDERED: gl.constexpr,
+):
+    """P^T and dS^T of each tile, and where its slots' shares of the gradient go."""
+    kv, slots, counts, logs, deltas = inputs
+    operands, keys, staged, targets = tiles
+    full, keys_empty, staged_full, staged_empty = bars
+    BOTH: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16])
+    ONE: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
+    SLOT: gl.constexpr = gl.SliceLayout(1, ONE)
+    HEAD: gl.constexpr = gl.SliceLayout(0, ONE)
+    both = reinterpret(operands, gl.bfloat16, [CHANNELS // PANEL, 2 * TILE, PANEL], operands.layout)
+    n = gl.arange(0, TILE, layout=SLOT)
+    h = gl.arange(0, TILE, layout=HEAD)
+    phase = 0
+    query_phase = 0
+    done = 0
+    for i in range(gl.program_id(0), items, gl.num_programs(0)):
+        item = items - 1 - i
+        t = item // PARTS
+        count = gl.load(counts + t)
+        head = item % PARTS * TILE + h
+        log = gl.load(logs + (t * HEADS + head), mask=head < HEADS, other=float("inf"))
+        delta = gl.load(deltas + (t * HEADS + head), mask=head < HEADS, other=0.0)
+        mine = slots + t.to(gl.int64) * pitch
+        to_gather = _some_slots(mine, 0, count, gl.SliceLayout(1, GATHERED))
+        row = _some_slots(mine, 0, count, SLOT)
+        for first in range(0, gl.maximum(count, 1), TILE):
+            mbarrier.wait(keys_empty, phase ^ 1)
+            _gather(kv, to_gather, keys)
+            if ORDERED:
+                targets.index(done & 1).store(item * pitch + first + n)
+            else:
+                targets.index(done & 1).store(gl.where(row >= 0, row, nowhere + n))
+            named = row >= 0
+            async_copy.wait_group(0)
+            fence_async_shared()
+            barrier()
+            sums = warpgroup_mma_init(gl.zeros([TILE, 2 * TILE], gl.float32, BOTH))
+            for j in range(rounds):
+                if first == 0:
+                    mbarrier.wait(full.index(j), query_phase)
+                    mbarrier.wait(full.index(PANELS + j), query_phase)
+                sums = warpgroup_mma(keys.index(j), both.index(j).permute((1, 0)), sums, is_async=True)
+                k = keys.index(PANELS + j)
+                sums = warpgroup_mma(k, both.index(PANELS + j).permute((1, 0)), sums, is_async=True)
+            to_gather = _some_slots(mine, first + TILE, count, gl.SliceLayout(1, GATHERED))
+            row = _some_slots(mine, first + TILE, count, SLOT)
+            sums = warpgroup_mma_wait(0, deps=[sums])
+            s, dp = gl.split(sums.reshape([TILE, 2, TILE]).permute((0, 2, 1)))
+            s = gl.convert_layout(s, ONE, assert_trivial=True)
+            dp = gl.convert_layout(dp, ONE, assert_trivial=True)
+            p = gl.where(named[:, None], gl.exp2(s * scale_log2 - log[None, :]), 0.0)
+            ds = gl.where(named[:, None], p * (dp - delta[None, :]) * scale, 0.0)
+            at = done & 1
+            mbarrier.wait(staged_empty.index(at), (done >> 1 & 1) ^ 1)
+            staged.index(2 * at).store(p.to(gl.bfloat16))
+            staged.index(2 * at + 1).store(ds.to(gl.bfloat16))
+            fence_async_shared()
+            mbarrier.arrive(staged_full.index(at))
+            phase ^= 1
+            done += 1
+        query_phase ^= 1
+
+
+@gluon.jit
+def _lines(chunk):
+    """A chunk's two times 32 channels, each as the four numbers that a thread has for a slot."""
+    parts = gl.convert_layout(chunk, LINES).reshape([TILE, 2, 2, 2, 4, 2]).permute((0, 1, 4, 2, 3, 5))
+    even, odd = gl.split(parts)
+    even_low, even_high = gl.split(even)
+    odd_low, odd_high = gl.split(odd)
+    x0, y0 = gl.split(even_low)
+    x1, y1 = gl.split(odd_low)
+    x2, y2 = gl.split(even_high)
+    x3, y3 = gl.split(odd_high)
+    return (x0, x1, x2, x3), (y0, y1, y2, y3)
+
+
+@gluon.jit
+def _send(numbers, rows, sums, channel, INSTRUCTION: gl.constexpr):
+    """Adds numbers of 64 slots x 32 channels to rows of the sums, from `channel` on, or stores them there."""
+    x0, x1, x2, x3 = numbers
+    LAYOUT: gl.constexpr = x0.type.layout
+    upper = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
+    four = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
+    place = (16 * upper)[None, :, None] + (4 * four)[None, None, :]
+    row = gl.convert_layout(rows, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)), assert_trivial=True)
+    to = sums + row.to(gl.int64)[:, None, None] * CHANNELS + (channel + place)
+    to = to.to(gl.int64, bitcast=True)
+    gl.inline_asm_elementwise(INSTRUCTION, "=r,l,f,f,f,f", [to, x0, x1, x2, x3], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _chunk(staged, operands, at, panel, chunk):
+    """dS^T q + P^T g of a panel's channels."""
+    chunk = warpgroup_mma(staged.index(2 * at + 1), operands.index(2 * panel), chunk, use_acc=False, is_async=True)
+    chunk = warpgroup_mma(staged.index(2 * at), operands.index(2 * panel + 1), chunk, is_async=True)
+    return warpgroup_mma_wait(0, deps=[chunk])
+
+
+@gluon.jit
+def _add_gradients(
+    inputs,
+    results,
+    tiles,
+    bars,
+    items,
+    nowhere,
+    FIRST: gl.constexpr,
+    HEADS: gl.constexpr,
+    PARTS: gl.constexpr,
+    ORDERED: gl.constexpr,
+):
+    """The gradients of channels FIRST to FIRST + 256.
+
+    The last 32 of a tile's chunks are sent while the next tile's product with K runs, and no others: the gather that
+    follows must not queue up behind them.
+    """
+    q, grad_out, counts = inputs
+    dq, sums = results
+    operands, keys, staged, targets = tiles
+    full, keys_empty, staged_full, staged_empty = bars
+    CHUNK: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
+    QUERY: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16])
+    SLOT: gl.constexpr = gl.SliceLayout(1, LINES)
+    SEND: gl.constexpr = STORE if ORDERED else ADD
+    MINE: gl.constexpr = FIRST // PANEL
+    k = reinterpret(keys, gl.bfloat16, [TILE, CHANNELS], keys.layout).slice(FIRST, HALF, dim=1)
+    h = gl.arange(0, TILE, layout=gl.SliceLayout(1, EIGHTS))
+    c = gl.arange(0, HALF, layout=gl.SliceLayout(0, EIGHTS))
+    chunk = gl.zeros([TILE, PANEL], gl.float32, CHUNK)
+    _, late = _lines(chunk)
+    rows = nowhere + gl.arange(0, TILE, layout=SLOT)  # of the late part of no tile yet
+    done = 0
+    if gl.program_id(0) < items:
+        for j in range(PANELS):
+            _load_panel(q, grad_out, items - 1 - gl.program_id(0), MINE + j, operands, full, PARTS)
+    for i in range(gl.program_id(0), items, gl.num_programs(0)):
+        item = items - 1 - i
+        ahead = item - gl.num_programs(0)
+        t = item // PARTS
+        count = gl.load(counts + t)
+        grad = gl.zeros([TILE, HALF], gl.float32, QUERY)
+        for first in range(0, gl.maximum(count, 1), TILE):
+            at = done & 1
+            last = first + TILE >= count
+            mbarrier.wait(staged_full.index(at), done >> 1 & 1)
+            grad = warpgroup_mma(staged.index(2 * at + 1).permute((1, 0)), k, grad, is_async=True)
+            _send(late, rows, sums, FIRST + HALF - 32, SEND)
+            grad = warpgroup_mma_wait(0, deps=[grad])
+            mbarrier.arrive(keys_empty)
+            rows = targets.index(at).load(SLOT)
+            for j in range(PANELS - 1):
+                chunk = _chunk(staged, operands, at, MINE + j, chunk)
+                if last & (ahead >= 0):
+                    barrier()
+                    _load_panel(q, grad_out, ahead, MINE + j, operands, full, PARTS)
+                early, late = _lines(chunk)
+                _send(early, rows, sums, FIRST + j * PANEL, SEND)
+                _send(late, rows, sums, FIRST + j * PANEL + 32, SEND)
+            chunk = _chunk(staged, operands, at, MINE + PANELS - 1, chunk)
+            mbarrier.arrive(staged_empty.index(at))
+            if last & (ahead >= 0):
+                barrier()
+                _load_panel(q, grad_out, ahead, MINE + PANELS - 1, operands, full, PARTS)
+            early, late = _lines(chunk)
+            _send(early, rows, sums, FIRST + HALF - PANEL, SEND)
+            done += 1
+        head = item % PARTS * TILE + h
+        out = gl.convert_layout(gl.convert_layout(grad.to(gl.bfloat16), FOURS), EIGHTS)
+        to = dq + (t.to(gl.int64) * HEADS * CHANNELS + FIRST) + (head[:, None] * CHANNELS + c[None, :])
+        gl.store(to, out, mask=(head < HEADS)[:, None] & (c < HALF)[None, :])
+    _send(late, rows, sums, FIRST + HALF - 32, SEND)
+
+
+@gluon.jit(do_not_specialize=["items", "pitch", "nowhere", "rounds"])
+def gradients_kernel(
+    q,
+    grad_out,
+    kv,
+    slots,
+    counts,
+    logs,
+    deltas,
+    dq,
+    sums,
+    scale_log2,
+    scale,
+    items,
+    pitch,
+    nowhere,
+    rounds,
+    HEADS: gl.constexpr,
+    ORDERED: gl.constexpr,
+    REGISTERS: gl.constexpr,
+):
+    """dq of all queries, and dkv added to sums; ORDERED: parts of dkv, one row for each slot, instead.
+
+    q, grad_out: descriptors of (S, H, 512), boxes of 64 heads and 64 channels; what is behind the last head is zero.
+    items: queries times their parts of 64 heads. nowhere: row of the sums from which on 64 take what empty slots add.
+    rounds: PANELS, not known to the compiler, which would write out the loop and run out of registers.
+    """
+    PARTS: gl.constexpr = (HEADS + TILE - 1) // TILE
+    SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16)
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    # Panels of q and g in turn; panels of K; P^T and dS^T, of two tiles in turn; where these are to be added.
+    operands = gl.allocate_shared_memory(gl.bfloat16, [2 * CHANNELS // PANEL, TILE, PANEL], SWIZZLED)
+    keys = gl.allocate_shared_memory(gl.bfloat16, [CHANNELS // PANEL, TILE, PANEL], SWIZZLED)
+    staged = gl.allocate_shared_memory(gl.bfloat16, [4, TILE, TILE], SWIZZLED)
+    targets = gl.allocate_shared_memory(gl.int32, [2, TILE], FLAT)
+    full = gl.allocate_shared_memory(gl.int64, [CHANNELS // PANEL, 1], BARRIER)
+    keys_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    staged_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    staged_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    for i in gl.static_range(CHANNELS // PANEL):
+        mbarrier.init(full.index(i), count=1)
+    mbarrier.init(keys_empty, count=2)
+    for i in gl.static_range(2):
+        mbarrier.init(staged_full.index(i), count=1)
+        mbarrier.init(staged_empty.index(i), count=2)
+    fence_async_shared()  # the barriers, before TMA meets them
+    barrier()
+    bars = (full, keys_empty, staged_full, staged_empty)
+    tiles = (operands, keys, staged, targets)
+    inputs = (kv, slots, counts, logs, deltas)
+    results = (dq, sums)
+    gl.warp_specialize(
+        [
+            (_add_gradients, ((q, grad_out, counts), results, tiles, bars, items, nowhere, 0, HEADS, PARTS, ORDERED)),
+            (
+                _add_gradients,
+                ((q, grad_out, counts), results, tiles, bars, items, nowhere, HALF, HEADS, PARTS, ORDERED),
+            ),
+            (
+                _score,
+                (inputs, scale_log2, scale, tiles, bars, items, pitch, nowhere, rounds, HEADS, PARTS, ORDERED),
+            ),
+        ],
+        [4, 4],
+        REGISTERS,
+    )
