@@ -122,26 +122,24 @@ def _score(
     both = reinterpret(operands, gl.bfloat16, [CHANNELS // PANEL, 2 * TILE, PANEL], operands.layout)
     n = gl.arange(0, TILE, layout=SLOT)
     h = gl.arange(0, TILE, layout=HEAD)
-    phase = 0
     query_phase = 0
     done = 0
-    for i in range(gl.program_id(0), items, gl.num_programs(0)):
-        item = items - 1 - i
+    item = items - 1 - gl.program_id(0)
+    while item >= 0:
         t = item // PARTS
         count = gl.load(counts + t)
         head = item % PARTS * TILE + h
-        log = gl.load(logs + (t * HEADS + head), mask=head < HEADS, other=float("inf"))
-        delta = gl.load(deltas + (t * HEADS + head), mask=head < HEADS, other=0.0)
         mine = slots + t.to(gl.int64) * pitch
         to_gather = _some_slots(mine, 0, count, gl.SliceLayout(1, GATHERED))
         row = _some_slots(mine, 0, count, SLOT)
         for first in range(0, gl.maximum(count, 1), TILE):
-            mbarrier.wait(keys_empty, phase ^ 1)
+            at = done & 1
+            mbarrier.wait(keys_empty, at ^ 1)
             _gather(kv, to_gather, keys)
             if ORDERED:
-                targets.index(done & 1).store(item * pitch + first + n)
+                targets.index(at).store(item * pitch + first + n)
             else:
-                targets.index(done & 1).store(gl.where(row >= 0, row, nowhere + n))
+                targets.index(at).store(gl.where(row >= 0, row, nowhere + n))
             named = row >= 0
             async_copy.wait_group(0)
             fence_async_shared()
@@ -156,45 +154,36 @@ def _score(
                 sums = warpgroup_mma(k, both.index(PANELS + j).permute((1, 0)), sums, is_async=True)
             to_gather = _some_slots(mine, first + TILE, count, gl.SliceLayout(1, GATHERED))
             row = _some_slots(mine, first + TILE, count, SLOT)
+            # Read again for each tile: there are no registers to keep them in.
+            log = gl.load(logs + (t * HEADS + head), mask=head < HEADS, other=float("inf"))
+            delta = gl.load(deltas + (t * HEADS + head), mask=head < HEADS, other=0.0)
             sums = warpgroup_mma_wait(0, deps=[sums])
             s, dp = gl.split(sums.reshape([TILE, 2, TILE]).permute((0, 2, 1)))
             s = gl.convert_layout(s, ONE, assert_trivial=True)
             dp = gl.convert_layout(dp, ONE, assert_trivial=True)
             p = gl.where(named[:, None], gl.exp2(s * scale_log2 - log[None, :]), 0.0)
             ds = gl.where(named[:, None], p * (dp - delta[None, :]) * scale, 0.0)
-            at = done & 1
             mbarrier.wait(staged_empty.index(at), (done >> 1 & 1) ^ 1)
             staged.index(2 * at).store(p.to(gl.bfloat16))
             staged.index(2 * at + 1).store(ds.to(gl.bfloat16))
             fence_async_shared()
             mbarrier.arrive(staged_full.index(at))
-            phase ^= 1
             done += 1
         query_phase ^= 1
+        item -= gl.num_programs(0)
 
 
 @gluon.jit
-def _lines(chunk):
-    """A chunk's two times 32 channels, each as the four numbers that a thread has for a slot."""
-    parts = gl.convert_layout(chunk, LINES).reshape([TILE, 2, 2, 2, 4, 2]).permute((0, 1, 4, 2, 3, 5))
+def _send(chunk, rows, sums, channel, INSTRUCTION: gl.constexpr):
+    """Adds a chunk of 64 slots x 64 channels to rows of the sums, from `channel` on, or stores it there."""
+    parts = gl.convert_layout(chunk, LINES).reshape([TILE, 4, 2, 4, 2]).permute((0, 1, 3, 2, 4))
     even, odd = gl.split(parts)
-    even_low, even_high = gl.split(even)
-    odd_low, odd_high = gl.split(odd)
-    x0, y0 = gl.split(even_low)
-    x1, y1 = gl.split(odd_low)
-    x2, y2 = gl.split(even_high)
-    x3, y3 = gl.split(odd_high)
-    return (x0, x1, x2, x3), (y0, y1, y2, y3)
-
-
-@gluon.jit
-def _send(numbers, rows, sums, channel, INSTRUCTION: gl.constexpr):
-    """Adds numbers of 64 slots x 32 channels to rows of the sums, from `channel` on, or stores them there."""
-    x0, x1, x2, x3 = numbers
+    x0, x2 = gl.split(even)
+    x1, x3 = gl.split(odd)
     LAYOUT: gl.constexpr = x0.type.layout
-    upper = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
+    sixteen = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
     four = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
-    place = (16 * upper)[None, :, None] + (4 * four)[None, None, :]
+    place = (sixteen // 2 * 16 + sixteen % 2 * 32)[None, :, None] + (4 * four)[None, None, :]
     row = gl.convert_layout(rows, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)), assert_trivial=True)
     to = sums + row.to(gl.int64)[:, None, None] * CHANNELS + (channel + place)
     to = to.to(gl.int64, bitcast=True)
@@ -202,31 +191,15 @@ def _send(numbers, rows, sums, channel, INSTRUCTION: gl.constexpr):
 
 
 @gluon.jit
-def _chunk(staged, operands, at, panel, chunk):
-    """dS^T q + P^T g of a panel's channels."""
-    chunk = warpgroup_mma(staged.index(2 * at + 1), operands.index(2 * panel), chunk, use_acc=False, is_async=True)
-    chunk = warpgroup_mma(staged.index(2 * at), operands.index(2 * panel + 1), chunk, is_async=True)
-    return warpgroup_mma_wait(0, deps=[chunk])
-
-
-@gluon.jit
 def _add_gradients(
-    inputs,
-    results,
-    tiles,
-    bars,
-    items,
-    nowhere,
+    arguments,
     FIRST: gl.constexpr,
     HEADS: gl.constexpr,
     PARTS: gl.constexpr,
     ORDERED: gl.constexpr,
 ):
-    """The gradients of channels FIRST to FIRST + 256.
-
-    The last 32 of a tile's chunks are sent while the next tile's product with K runs, and no others: the gather that
-    follows must not queue up behind them.
-    """
+    """The gradients of channels FIRST to FIRST + 256."""
+    inputs, results, tiles, bars, items = arguments
     q, grad_out, counts = inputs
     dq, sums = results
     operands, keys, staged, targets = tiles
@@ -236,19 +209,13 @@ def _add_gradients(
     SLOT: gl.constexpr = gl.SliceLayout(1, LINES)
     SEND: gl.constexpr = STORE if ORDERED else ADD
     MINE: gl.constexpr = FIRST // PANEL
-    k = reinterpret(keys, gl.bfloat16, [TILE, CHANNELS], keys.layout).slice(FIRST, HALF, dim=1)
-    h = gl.arange(0, TILE, layout=gl.SliceLayout(1, EIGHTS))
-    c = gl.arange(0, HALF, layout=gl.SliceLayout(0, EIGHTS))
+    k = reinterpret(keys, gl.bfloat16, [2, TILE, HALF], keys.layout).index(FIRST // HALF)
     chunk = gl.zeros([TILE, PANEL], gl.float32, CHUNK)
-    _, late = _lines(chunk)
-    rows = nowhere + gl.arange(0, TILE, layout=SLOT)  # of the late part of no tile yet
     done = 0
-    if gl.program_id(0) < items:
-        for j in range(PANELS):
-            _load_panel(q, grad_out, items - 1 - gl.program_id(0), MINE + j, operands, full, PARTS)
-    for i in range(gl.program_id(0), items, gl.num_programs(0)):
-        item = items - 1 - i
-        ahead = item - gl.num_programs(0)
+    item = items - 1 - gl.program_id(0)
+    for j in range(PANELS):
+        _load_panel(q, grad_out, item, MINE + j, operands, full, PARTS)
+    while item >= 0:
         t = item // PARTS
         count = gl.load(counts + t)
         grad = gl.zeros([TILE, HALF], gl.float32, QUERY)
@@ -256,32 +223,27 @@ def _add_gradients(
             at = done & 1
             last = first + TILE >= count
             mbarrier.wait(staged_full.index(at), done >> 1 & 1)
-            grad = warpgroup_mma(staged.index(2 * at + 1).permute((1, 0)), k, grad, is_async=True)
-            _send(late, rows, sums, FIRST + HALF - 32, SEND)
+            p, d_scores = staged.index(2 * at), staged.index(2 * at + 1)
+            grad = warpgroup_mma(d_scores.permute((1, 0)), k, grad, is_async=True)
             grad = warpgroup_mma_wait(0, deps=[grad])
             mbarrier.arrive(keys_empty)
-            rows = targets.index(at).load(SLOT)
-            for j in range(PANELS - 1):
-                chunk = _chunk(staged, operands, at, MINE + j, chunk)
-                if last & (ahead >= 0):
+            for j in range(PANELS):
+                chunk = warpgroup_mma(d_scores, operands.index(2 * (MINE + j)), chunk, use_acc=False, is_async=True)
+                chunk = warpgroup_mma(p, operands.index(2 * (MINE + j) + 1), chunk, is_async=True)
+                chunk = warpgroup_mma_wait(0, deps=[chunk])
+                if j == PANELS - 1:
+                    mbarrier.arrive(staged_empty.index(at))
+                if last & (item >= gl.num_programs(0)):
                     barrier()
-                    _load_panel(q, grad_out, ahead, MINE + j, operands, full, PARTS)
-                early, late = _lines(chunk)
-                _send(early, rows, sums, FIRST + j * PANEL, SEND)
-                _send(late, rows, sums, FIRST + j * PANEL + 32, SEND)
-            chunk = _chunk(staged, operands, at, MINE + PANELS - 1, chunk)
-            mbarrier.arrive(staged_empty.index(at))
-            if last & (ahead >= 0):
-                barrier()
-                _load_panel(q, grad_out, ahead, MINE + PANELS - 1, operands, full, PARTS)
-            early, late = _lines(chunk)
-            _send(early, rows, sums, FIRST + HALF - PANEL, SEND)
+                    _load_panel(q, grad_out, item - gl.num_programs(0), MINE + j, operands, full, PARTS)
+                _send(chunk, targets.index(at).load(SLOT), sums, FIRST + j * PANEL, SEND)
             done += 1
-        head = item % PARTS * TILE + h
         out = gl.convert_layout(gl.convert_layout(grad.to(gl.bfloat16), FOURS), EIGHTS)
-        to = dq + (t.to(gl.int64) * HEADS * CHANNELS + FIRST) + (head[:, None] * CHANNELS + c[None, :])
-        gl.store(to, out, mask=(head < HEADS)[:, None] & (c < HALF)[None, :])
-    _send(late, rows, sums, FIRST + HALF - 32, SEND)
+        h = gl.arange(0, TILE, layout=gl.SliceLayout(1, EIGHTS))
+        c = gl.arange(0, HALF, layout=gl.SliceLayout(0, EIGHTS))
+        mine = dq + ((t.to(gl.int64) * HEADS + item % PARTS * TILE) * CHANNELS + FIRST)
+        gl.store(mine + (h[:, None] * CHANNELS + c[None, :]), out, mask=(h < HEADS)[:, None] & (c < HALF)[None, :])
+        item -= gl.num_programs(0)
 
 
 @gluon.jit(do_not_specialize=["items", "pitch", "nowhere", "rounds"])
@@ -336,17 +298,12 @@ def gradients_kernel(
     tiles = (operands, keys, staged, targets)
     inputs = (kv, slots, counts, logs, deltas)
     results = (dq, sums)
+    adding = ((q, grad_out, counts), results, tiles, bars, items)
     gl.warp_specialize(
         [
-            (_add_gradients, ((q, grad_out, counts), results, tiles, bars, items, nowhere, 0, HEADS, PARTS, ORDERED)),
-            (
-                _add_gradients,
-                ((q, grad_out, counts), results, tiles, bars, items, nowhere, HALF, HEADS, PARTS, ORDERED),
-            ),
-            (
-                _score,
-                (inputs, scale_log2, scale, tiles, bars, items, pitch, nowhere, rounds, HEADS, PARTS, ORDERED),
-            ),
+            (_add_gradients, (adding, 0, HEADS, PARTS, ORDERED)),
+            (_add_gradients, (adding, HALF, HEADS, PARTS, ORDERED)),
+            (_score, (inputs, scale_log2, scale, tiles, bars, items, pitch, nowhere, rounds, HEADS, PARTS, ORDERED)),
         ],
         [4, 4],
         REGISTERS,
