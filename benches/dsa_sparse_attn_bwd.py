@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from dsa_sparse_attn_bwd import reference, sparse_attn_backward_flat
+from dsa_sparse_attn_bwd import reference, selfcheck, sparse_attn_backward_flat
 from hopper_kernels.models import V41_FLASH
 from torch import Tensor
 
@@ -24,7 +24,7 @@ from benches.peers.sparse_attention import Arguments
 CHANNELS = V41_FLASH.head_dim
 RATIO = 2  # tokens of an entry
 RANDOM, LOCAL = "random", "local"
-PART = 64  # queries that are made, and whose forward is computed, together; see `lasting_scores` too
+PART = 64  # queries that are made together; see `lasting_scores` too
 UNREADABLE = -1.0  # below all scores
 RESULTS = ("dq", "dkv", "dsinks")
 # Relative errors (L2) that are allowed, compared with the definition in fp32. Storing a result in bf16 costs 1.7e-3,
@@ -137,7 +137,7 @@ def make_inputs(shape: Shape, device: torch.device) -> Inputs:
     q, grad_out = (normal(shape.queries, shape.heads, CHANNELS) for _ in range(2))
     kv, sinks = normal(shape.rows, CHANNELS), torch.randn(shape.heads, device=device)
     indices, scale = make_indices(shape, device), CHANNELS**-0.5
-    out, lse = forward(q, kv, indices, sinks, scale)
+    out, lse = selfcheck.forward(q, kv, indices, sinks, scale)
     return Inputs(Arguments(q, kv, out, grad_out, lse, indices, sinks, scale))
 
 
@@ -184,19 +184,6 @@ def best(readable: Tensor, scores: Iterator[Tensor], count: int) -> Tensor:
         values, chosen = some.masked_fill_(entry >= part[:, None], UNREADABLE).topk(count, dim=1)
         to.copy_(torch.where(values > UNREADABLE, chosen, -1))
     return found
-
-
-def forward(q: Tensor, kv: Tensor, indices: Tensor, sinks: Tensor, sm_scale: float) -> tuple[Tensor, Tensor]:
-    """out with the sink, bf16, and lse without it, fp32, computed in fp32. Each query has a slot that is not empty."""
-    out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
-    for some, index, to, total in zip(*(t.split(PART) for t in (q, indices, out, lse)), strict=True):
-        k = kv[index.clamp_min(0)].float()
-        scores = sm_scale * torch.einsum("shc,skc->shk", some.float(), k)
-        scores.masked_fill_((index < 0)[:, None], -torch.inf)
-        total.copy_(scores.logsumexp(dim=2))
-        p = torch.exp(scores - torch.logaddexp(total, sinks)[..., None])
-        to.copy_(torch.einsum("shk,skc->shc", p, k))
-    return out, lse
 
 
 def cases(device: torch.device, quick: bool) -> list[Case]:

@@ -5,7 +5,6 @@ import math
 import torch
 from dsa_sparse_attn_bwd import dsa_sparse_attn_backward, reference, sparse_attn_backward_flat
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from tests.dsa_sparse_attn_bwd import inputs, judge
 from tests.dsa_sparse_attn_bwd.inputs import NAMES, Operands
@@ -151,20 +150,3 @@ def assert_same(found: Gradients, wanted: Gradients, what: str = "", *, ordered:
             assert_same_bytes(got, want, f"{what} {name}")
         else:
             judge.assert_reordered(got, want, f"{what} {name}")
-
-
-class GuardedAllocations(TorchFunctionMode):
-    """Inside, what Python code allocates on DEVICE lies between sentinels and starts as NaN (the fixture `guarded`)."""
-
-    def __init__(self, guarded) -> None:
-        super().__init__()
-        self.guarded, self.count = guarded, 0
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        name = getattr(func, "__name__", "")
-        if name not in ("empty", "zeros", "new_empty", "new_zeros") or made.device.type != DEVICE.type:
-            return made
-        self.count += 1
-        buffer = self.guarded(tuple(made.shape), made.dtype, made.device).tensor
-        return buffer.zero_() if "zeros" in name else buffer

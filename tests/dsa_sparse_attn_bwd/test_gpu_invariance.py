@@ -186,7 +186,7 @@ def test_nothing_is_written_beside_results_and_workspace(deterministic, guarded)
         t = on_gpu.whole(queries, width, rows, heads)
         wanted = on_gpu.definition(t)
         inside = t.each(lambda v: guarded(tuple(v.shape), v.dtype, v.device).tensor.copy_(v))
-        with on_gpu.GuardedAllocations(guarded) as allocations:
+        with memory.GuardedAllocations(guarded) as allocations:
             found = launch.backward(*inside, deterministic)
         assert allocations.count >= 8
         on_gpu.assert_equal(found, wanted, f"{queries} queries")

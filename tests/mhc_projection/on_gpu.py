@@ -20,7 +20,6 @@ from mhc_projection import (
     reference,
 )
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from tests.mhc_projection import inputs, plain
 from tests.mhc_projection.inputs import HC_EPS, ITERS, OPTIONS, RMS_EPS, Operands
@@ -233,20 +232,3 @@ def digest() -> str:
             for result in everything(Operands(*(v.to(DEVICE) for v in t)), c).values():
                 found.update(result.contiguous().view(torch.uint8).cpu().numpy().tobytes())
     return found.hexdigest()
-
-
-class GuardedAllocations(TorchFunctionMode):
-    """Inside, what Python code allocates on DEVICE lies between sentinels and starts as NaN (the fixture `guarded`)."""
-
-    def __init__(self, guarded) -> None:
-        super().__init__()
-        self.guarded, self.count = guarded, 0
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        name = getattr(func, "__name__", "")
-        if name not in ("empty", "zeros", "new_empty", "new_zeros") or made.device.type != DEVICE.type:
-            return made
-        self.count += 1
-        buffer = self.guarded(tuple(made.shape), made.dtype, made.device).tensor
-        return buffer.zero_() if "zeros" in name else buffer

@@ -58,7 +58,7 @@ def test_nothing_is_written_beside_the_buffers(sizes, guarded):
     t = on_gpu.operands(*sizes)
     for name, call in implementation_calls(t, on_gpu.all_cotangents(t)).items():
         wanted = call()
-        with on_gpu.GuardedAllocations(guarded) as allocations:
+        with memory.GuardedAllocations(guarded) as allocations:
             found = call()
         assert allocations.count >= len(wanted), name
         for index, (got, want) in enumerate(zip(found, wanted, strict=True)):

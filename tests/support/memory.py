@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 # As 16-bit words, since every dtype then sees the same kind of value: NaN; huge but finite in bf16 and fp32 (NaN in
 # fp8); a denormal in bf16, fp32 and (every other byte) fp8.
@@ -147,3 +148,20 @@ def free_device_memory(gib: int) -> Iterator[None]:
         pytest.skip(f"requires {gib} GiB of free device memory, found {free >> 30} GiB")
     yield
     torch.cuda.empty_cache()
+
+
+class GuardedAllocations(TorchFunctionMode):
+    """Inside, what Python code allocates on a GPU lies between sentinels and starts as NaN (the fixture `guarded`)."""
+
+    def __init__(self, guarded) -> None:
+        super().__init__()
+        self.guarded, self.count = guarded, 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        if name not in ("empty", "zeros", "new_empty", "new_zeros") or made.device.type != "cuda":
+            return made
+        self.count += 1
+        buffer = self.guarded(tuple(made.shape), made.dtype, made.device).tensor
+        return buffer.zero_() if "zeros" in name else buffer

@@ -36,8 +36,8 @@ def dsa_sparse_attn_backward(
     sm_scale: finite, multiplies q . k.
     out_tail: None, or (1, S, H, R) bf16, R a multiple of 16 up to 512: the last R channels of the output, if those in
         `out` were overwritten since, as an inverse RoPE in place does. grad_out belongs to these.
-    deterministic: add up the gradients of rows in one order always, so that all bits come back; it takes longer, and
-        more memory (`README.md`). On under `torch.use_deterministic_algorithms(True)` too.
+    deterministic: add up the gradients of rows in one order always, so that all bits come back; on a GPU it takes
+        longer, and more memory. On under `torch.use_deterministic_algorithms(True)` too.
     All tensors on one device, with any strides; what is not contiguous is copied. None is modified.
 
     With the row k_j of slot j, the output o of a query's head and its gradient g,
