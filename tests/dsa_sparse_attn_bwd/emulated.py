@@ -5,7 +5,7 @@ from dsa_sparse_attn_bwd import plan
 from hopper_kernels.launcher import Launch
 
 NAN = float("nan")
-OPTIONS = {"HEADS": "heads", "TAIL": "channels", "ORDERED": "ordered"}  # that change the numbers
+OPTIONS = {"HEADS": "heads", "TAIL": "channels", "DELTAS": "here", "ORDERED": "ordered"}  # that change the numbers
 
 
 def run(one: Launch) -> None:
@@ -15,8 +15,9 @@ def run(one: Launch) -> None:
 
 
 def _prepare(
-    grad_out, out, tail, lse, sinks, indices, slots, counts, logs, deltas, shares, width, rows, pitch, heads, channels
-):
+    grad_out, out, tail, lse, sinks, indices, slots, counts, logs, deltas, shares, width, rows, pitch, heads, channels,
+    here,
+):  # fmt: skip
     """Places behind a query's last slot are not written: they may hold anything."""
     assert indices.shape == (len(out), width)
     assert slots.shape == (len(out), pitch)
@@ -26,21 +27,32 @@ def _prepare(
         named = given[(given >= 0) & (given < rows)]
         counts[t] = len(named)
         slots[t, : len(named)] = named
+    left = counts[:, None] > 0
+    log = torch.logaddexp(lse, sinks.expand_as(lse))
+    logs.copy_(torch.where(left, log * plan.LOG2_E, torch.inf))
+    shares.copy_(torch.where(left, torch.exp(sinks - log), 0.0))
+    deltas.fill_(NAN)
+    if here:
+        deltas.copy_(torch.where(left, _delta(grad_out, out, tail, channels), 0.0))
+        shares.mul_(-deltas)
+
+
+def _delta(grad_out, out, tail, channels):
     if channels:
         out = torch.cat([out[..., :-channels], tail], dim=-1)
-    left = counts[:, None] > 0
-    log, delta = torch.logaddexp(lse, sinks.expand_as(lse)), (grad_out.float() * out.float()).sum(dim=-1)
-    logs.copy_(torch.where(left, log * plan.LOG2_E, torch.inf))
-    deltas.copy_(torch.where(left, delta, 0.0))
-    shares.copy_(torch.where(left, -torch.exp(sinks - log) * delta, 0.0))
+    return (grad_out.float() * out.float()).sum(dim=-1)
 
 
 def _gradients(
-    q, grad_out, kv, slots, counts, logs, deltas, dq, sums, scale_log2, scale, items, pitch, nowhere, rounds, heads,
-    ordered,
+    q, grad_out, out, tail, kv, slots, counts, logs, deltas, shares, dq, sums, scale_log2, scale, items, pitch, nowhere,
+    rounds, heads, channels, here, ordered,
 ):  # fmt: skip
     """Ordered, a part that belongs to no slot is NaN."""
     q, grad_out, parts = q.base.float(), grad_out.base.float(), max(1, heads // plan.TILE)
+    if here:
+        assert deltas.isnan().all()
+        deltas = _delta(grad_out, out.base, tail.base, channels)
+        shares.copy_(torch.where(counts[:, None] > 0, -shares * deltas, 0.0))
     assert items == len(q) * parts
     assert nowhere == len(sums) - plan.SCRATCH == (items * pitch if ordered else len(kv))
     assert rounds == plan.ROUNDS

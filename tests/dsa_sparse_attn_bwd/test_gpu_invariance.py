@@ -127,7 +127,7 @@ def test_two_thousand_runs(width):
 @each_mode
 def test_shared_memory_is_not_seen(deterministic):
     """What a program finds there is what an earlier one left: NaN in every tile."""
-    for width in (1, 64, 70, 200):
+    for width in (1, 64, 70, 200, 460):
         t = on_gpu.whole(265, width)
         bad = t._replace(**{name: torch.full_like(getattr(t, name), float("nan")) for name in ("q", "grad_out", "kv")})
         wanted = on_gpu.assert_exact(t, deterministic)
@@ -194,9 +194,10 @@ def test_nothing_is_written_beside_results_and_workspace(deterministic, guarded)
 
 @each_mode
 @pytest.mark.parametrize("name", list(inputs.STRIDES))
-def test_strides(name, deterministic):
+@pytest.mark.parametrize("width", [70, 460])
+def test_strides(width, name, deterministic):
     """Of all operands, and of each alone."""
-    t = inputs.with_tail(on_gpu.whole(133, 70), 64)
+    t = inputs.with_tail(on_gpu.whole(133, width), 64)
     wanted = on_gpu.flat(t, deterministic)
     change = inputs.STRIDES[name]
     calls = [t.each(change), *(t._replace(**{operand: change(v)}) for operand, v in t.tensors().items())]
@@ -271,15 +272,16 @@ def test_side_stream(shape, deterministic):
 
 @each_mode
 @pytest.mark.parametrize("heads", [16, 64])
-def test_graph_of_other_contents(heads, deterministic):
+@pytest.mark.parametrize("width", [70, 460])
+def test_graph_of_other_contents(width, heads, deterministic):
     """Captured for some slots, replayed for others; at last no query has any."""
-    t = inputs.with_tail(on_gpu.whole(397, 70, heads=heads), 64)
+    t = inputs.with_tail(on_gpu.whole(397, width, heads=heads), 64)
     wanted = on_gpu.definition(t)
     graph = capture(lambda: on_gpu.flat(t, deterministic))
     for _ in range(3):
         on_gpu.assert_equal(graph.replay(), wanted)
     for number in range(3):
-        fresh = inputs.with_tail(on_gpu.whole(397, 70, heads=heads, empty=(0.0, 0.5, 0.95)[number]), 64)
+        fresh = inputs.with_tail(on_gpu.whole(397, width, heads=heads, empty=(0.0, 0.5, 0.95)[number]), 64)
         for buffer, values in zip(t.tensors().values(), fresh.tensors().values(), strict=True):
             buffer.copy_(values)
         on_gpu.assert_equal(graph.replay(), on_gpu.definition(t), f"replay {number}")

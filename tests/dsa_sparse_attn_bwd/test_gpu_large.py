@@ -35,10 +35,11 @@ def test_more_than_65536_queries():
         assert_exact(on_gpu.whole(70_000, 64, rows=5000, heads=16))
 
 
-def test_more_than_two_billion_elements_of_the_queries():
+@pytest.mark.parametrize("width", [64, 460])
+def test_more_than_two_billion_elements_of_the_queries(width):
     """66,000 queries of 64 x 512: offsets pass 2**31 at query 65,536."""
     with free_device_memory(50):
-        t = on_gpu.whole(66_000, 64, rows=5000)
+        t = on_gpu.whole(66_000, width, rows=5000)
         assert t.q.numel() > 2**31
         assert (t.indices[-3:] >= 0).any()
         assert_exact(t)

@@ -39,9 +39,10 @@ def test_numbers_of_heads(heads, width, deterministic):
 @each_mode
 @pytest.mark.parametrize("heads", [64, 128])
 @pytest.mark.parametrize("queries", [1, 2, 63, 65, 131, 132, 133, 265, 397])
-def test_numbers_of_queries(queries, heads, deterministic):
+@pytest.mark.parametrize("width", [70, 460])
+def test_numbers_of_queries(width, queries, heads, deterministic):
     """Fewer than programs, as many, and several for each."""
-    on_gpu.assert_right(on_gpu.operands(queries, 70, heads=heads, alone=7), deterministic)
+    on_gpu.assert_right(on_gpu.operands(queries, width, heads=heads, alone=7), deterministic)
 
 
 @each_mode
@@ -53,7 +54,7 @@ def test_numbers_of_rows(rows, deterministic):
 
 @each_mode
 @each_number_of_heads
-@pytest.mark.parametrize(("queries", "width"), [(1, 1), (5, 64), (133, 70), (397, 200)])
+@pytest.mark.parametrize(("queries", "width"), [(1, 1), (5, 64), (133, 70), (397, 200), (397, 460)])
 def test_whole_numbers_are_exact(queries, width, heads, deterministic):
     """Nothing rounds before the results do, so each number is the definition's; sums of any order too."""
     on_gpu.assert_exact(on_gpu.whole(queries, width, heads=heads), deterministic)
@@ -229,13 +230,14 @@ def test_other_scales(scale, deterministic):
 
 
 @each_mode
-def test_terms_that_cancel(deterministic):
+@pytest.mark.parametrize("width", [100, 500])
+def test_terms_that_cancel(width, deterministic):
     """The gradient of the output is nearly the output, and all rows have a large part in common.
 
     What is left is bounded by the error of the same mathematics, with the output in bf16 that the call has.
     """
     common = on_gpu.normal(1, CHANNELS)
-    t = on_gpu.operands(133, 100, alone=0)
+    t = on_gpu.operands(133, width, alone=0)
     t = on_gpu.forward(t._replace(kv=common + 0.25 * t.kv))
     t = t._replace(grad_out=8 * t.out + 0.25 * t.grad_out)
     exact, rounded = reference.backward(*t, dtype=torch.float64), judge.rounded(t)

@@ -29,6 +29,8 @@ def forms(t):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_opcheck(shape, deterministic):
     for t in forms(on_gpu.whole(*shape, heads=16)):
+        if not shape[0] and t.q.stride() != torch.empty(t.q.shape).stride():
+            continue  # opcheck copies a strided tensor as sum((size - 1) * stride) + 32 elements
         torch.library.opcheck(OPERATOR, (*t.batched().values(), deterministic), test_utils=UTILITIES)
 
 
@@ -129,7 +131,7 @@ def test_new_sizes_compile_no_kernel(deterministic):
         on_gpu.flat(t, deterministic)
         on_gpu.flat(t._replace(grad_out=t.grad_out[:1].expand_as(t.grad_out)), deterministic)
 
-    for width in (1, 65, 129, 257, 513):  # all sizes that the slots are taken in
+    for width in (1, 65, 129, 257, 449, 513):  # all sizes that the slots are taken in, and where delta comes late
         call(140, width)
     before = len(launcher._compiled)
     assert before >= 4

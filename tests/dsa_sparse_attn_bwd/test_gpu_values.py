@@ -30,11 +30,12 @@ def test_one_sink_for_all_heads(sink, deterministic):
 
 @each_mode
 @pytest.mark.parametrize("heads", [16, 128])
-def test_any_sinks_side_by_side(heads, deterministic):
+@pytest.mark.parametrize("width", [70, 460])
+def test_any_sinks_side_by_side(width, heads, deterministic):
     """With outputs that are not the forward's either: at +inf the sink's gradient is the sum of the deltas."""
     values = [-INF, -1e4, -60.0, 0.0, 3.0, 60.0, 1e4, INF]
     sinks = torch.tensor(values, device=DEVICE).repeat(heads // 8)
-    t = on_gpu.operands(133, 70, heads=heads, sinks=sinks)
+    t = on_gpu.operands(133, width, heads=heads, sinks=sinks)
     on_gpu.assert_right(t, deterministic)
     other = t._replace(out=on_gpu.normal(*t.out.shape))
     on_gpu.assert_right(other, deterministic)
@@ -89,9 +90,10 @@ def assert_contained(found, wanted, t, query, heads):
 @each_mode
 @each_value
 @pytest.mark.parametrize("name", ["q", "grad_out", "out"])
-def test_what_is_not_finite_stays_in_its_query(name, value, deterministic):
+@pytest.mark.parametrize("width", [40, 460])
+def test_what_is_not_finite_stays_in_its_query(width, name, value, deterministic):
     """One number of one head. The queries beside it run in the same program and on the same SM."""
-    t = on_gpu.whole(270, 40, rows=9000, empty=0.2)
+    t = on_gpu.whole(270, width, rows=9000, empty=0.2)
     query, head = 135, 4  # has slots, and a head without a sink
     wanted = on_gpu.flat(t, deterministic)
     changed = getattr(t, name).clone()
@@ -120,8 +122,9 @@ def test_a_row_that_is_not_finite_stays_with_those_that_name_it(value, determini
 
 @each_mode
 @each_value
-def test_the_numbers_of_queries_without_slots_are_not_looked_at(value, deterministic):
-    t = on_gpu.whole(270, 40, alone=3)
+@pytest.mark.parametrize("width", [40, 460])
+def test_the_numbers_of_queries_without_slots_are_not_looked_at(width, value, deterministic):
+    t = on_gpu.whole(270, width, alone=3)
     t.indices[100:240] = -7
     t.indices[50] = len(t.kv)
     alone = ((t.indices < 0) | (t.indices >= len(t.kv))).all(dim=1)
@@ -135,9 +138,10 @@ def test_the_numbers_of_queries_without_slots_are_not_looked_at(value, determini
 
 
 @each_mode
-def test_only_queries_without_slots(deterministic):
+@pytest.mark.parametrize("width", [40, 460])
+def test_only_queries_without_slots(width, deterministic):
     """Exact zeros, whatever else is there."""
-    t = on_gpu.operands(270, 40, alone=1)
+    t = on_gpu.operands(270, width, alone=1)
     t.indices[1::2] = len(t.kv)
     t.indices[0] = -(2**31)
     bad = {name: torch.full_like(getattr(t, name), NAN) for name in ("q", "grad_out", "out", "lse", "kv")}
@@ -180,10 +184,11 @@ def test_a_gradient_orthogonal_to_rows_and_outputs(deterministic):
 
 @each_mode
 @pytest.mark.parametrize("left", [NAN, 77.0])
-@pytest.mark.parametrize("channels", [16, 64, 112, 512])
-def test_the_tail_stands_for_the_last_channels_of_the_output(channels, left, deterministic):
+@pytest.mark.parametrize("channels", [16, 64, 112, 192, 512])
+@pytest.mark.parametrize("width", [70, 460])
+def test_the_tail_stands_for_the_last_channels_of_the_output(width, channels, left, deterministic):
     """What was overwritten is not looked at. dq and dsinks bit for bit as with the output as it was."""
-    t = on_gpu.operands(133, 70)
+    t = on_gpu.operands(133, width)
     wanted = on_gpu.flat(t, deterministic)
     tailed = inputs.with_tail(t, channels, left)
     on_gpu.assert_same(on_gpu.flat(tailed, deterministic), wanted, ordered=deterministic)

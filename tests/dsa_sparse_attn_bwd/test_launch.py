@@ -90,11 +90,11 @@ def test_nothing_to_do_launches_nothing(ordered, shape, dtype, launches, poison)
 
 @each_mode
 @pytest.mark.parametrize("heads", arguments.HEADS)
-@pytest.mark.parametrize("tail", [None, 64])
+@pytest.mark.parametrize("tail", [None, 64, 80, 128])
 def test_numbers(ordered, heads, tail, few_at_a_time, monkeypatch, poison):
     """With the kernels emulated, those of the definition: slots with holes and duplicates, int64, sinks in fp16."""
     monkeypatch.setattr(Launch, "run", emulated.run)
-    for shape in ((5, 9, 7), (1, 1, 1), (2, 70, 5), (3, 3, 40)):
+    for shape in ((5, 9, 7), (1, 1, 1), (2, 70, 5), (3, 3, 40), (2, 450, 5)):
         t = inputs.small(*shape, heads=heads)
         t = t if tail is None else inputs.with_tail(t, tail)
         t = t._replace(indices=t.indices.long(), sinks=t.sinks.half())
@@ -231,17 +231,43 @@ def test_sinks_are_fp32_to_the_kernels(dtype, launches):
 
 @pytest.mark.parametrize("heads", arguments.HEADS)
 def test_grids_and_descriptors(heads, launches):
-    t = inputs.with_tail(inputs.small(3, 70, 40, heads=heads), 32)
+    t = inputs.with_tail(inputs.small(3, 70, 40, heads=heads), 64)
     launch.backward(*t, True)
     assert [one.grid for one in launches] == [(3,), (3 * max(1, heads // 64),), (40,), (3,)]
     assert [one.options.get("HEADS", heads) for one in launches] == [heads] * 4
-    assert launches[0].options["TAIL"] == 32
-    for one in launches[1].args[:2]:
+    assert [one.options.get("TAIL") for one in launches] == [64, 0, None, None]
+    for one in launches[1].args[:4]:
         assert (one.shape, one.block_shape) == ([3, heads, CHANNELS], [1, 64, 64])
         assert one.strides == [heads * CHANNELS, CHANNELS, 1]
     of = named(launches[1])
     assert (of["pitch"], of["items"], of["scale"]) == (128, 3 * max(1, heads // 64), t.sm_scale)
     assert of["scale_log2"] == t.sm_scale * plan.LOG2_E
+
+
+@pytest.mark.parametrize(("slots", "late"), [(448, False), (449, True), (640, True)])
+@pytest.mark.parametrize("tail", [0, 64, 512])
+def test_long_lists_have_delta_computed_with_the_products(slots, late, tail, launches):
+    """From eight tiles on. The tail is read there then, and nowhere else."""
+    t = inputs.small(2, slots)
+    launch.backward(*(inputs.with_tail(t, tail) if tail else t), False)
+    first, second = launches[:2]
+    assert (first.options["DELTAS"], second.options["DELTAS"]) == (not late, late)
+    assert (first.options["TAIL"], second.options["TAIL"]) == ((0, tail) if late else (tail, 0))
+    assert named(second)["tail"].shape[2] == (tail if tail and late else CHANNELS)
+    assert named(first)["shares"] is named(second)["shares"]
+
+
+@pytest.mark.parametrize("slots", [9, 450])
+@pytest.mark.parametrize("tail", [16, 80, 112])
+def test_a_tail_of_other_than_whole_panels_is_put_into_the_output(slots, tail, launches):
+    """Into a copy, which is read in its place."""
+    t = inputs.small(2, slots)
+    tailed = inputs.with_tail(t, tail)
+    launch.backward(*tailed, False)
+    for one in launches[:2]:
+        assert one.options["TAIL"] == 0
+        assert_same_bytes(named(one)["out"], t.out)
+    assert tailed.out[..., -tail:].isnan().all()
 
 
 def test_no_more_programs_than_a_card_has_places_for(launches):

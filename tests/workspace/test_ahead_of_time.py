@@ -44,14 +44,20 @@ print(json.dumps([len(kernels), different]))
 """
 
 
+def _spills(report: Report) -> bool:
+    return any(report.instructions.get(opcode) for opcode in precompile.LOCAL_MEMORY)
+
+
 def regressions(old: list[Report], new: list[Report]) -> list[str]:
     """What is worse in `new` than in `old`, a block of lines for each variant."""
     old, new = {r.variant: r for r in old}, {r.variant: r for r in new}
     found = [f"{name}: in the table, but no longer compiled" for name in old.keys() - new.keys()]
     for name, report in new.items():
         before = old.get(name)
-        spills = any(report.instructions.get(opcode) for opcode in precompile.LOCAL_MEMORY)
-        faults = [f"{report.stack_bytes} bytes of stack in use"] * spills
+        # Whoever wrote a spill into the table has seen it; that it grows is more stack.
+        faults = [f"{report.stack_bytes} bytes of stack in use"] * (
+            _spills(report) and not (before and _spills(before))
+        )
         faults += [f"no {opcode}, which it expects" for opcode, count in report.instructions.items() if not count]
         if before is None:
             faults.append("not in the table")
@@ -134,6 +140,8 @@ def test_what_does_not_count_as_worse():
     assert regressions([GOOD], [better]) == []
     unused = dataclasses.replace(GOOD, stack_bytes=8)
     assert regressions([unused], [unused]) == []
+    known = dataclasses.replace(unused, instructions={**GOOD.instructions, "STL": 2})
+    assert regressions([known], [dataclasses.replace(known, instructions={**GOOD.instructions, "LDL": 3})]) == []
     assert regressions([GOOD], []) == ["v: in the table, but no longer compiled"]
 
 

@@ -25,7 +25,8 @@ def backward(
 
     ordered: shares of the gradient of a row are added in an order that is always the same.
 
-    Workspace: sums, 2,048 bytes a row; of a query, 4 bytes for each slot (in whole tiles of 64) and 12 for each head;
+    Workspace: sums, 2,048 bytes a row; of a query, 4 bytes for each slot (in whole tiles of 64) and 12 for each head,
+    and a copy of out if out_tail has other than whole panels of 64 channels;
     ordered, `plan.queries_at_a_time` times 2,048 bytes for each slot and 64 heads, and 28 for sorting them.
     """
     queries, heads, _ = q.shape
@@ -38,12 +39,13 @@ def backward(
         slots = torch.empty(queries, pitch, dtype=torch.int32, device=q.device)
         counts = torch.empty(queries, dtype=torch.int32, device=q.device)
         of_heads = (_fp32(q, queries, heads) for _ in range(3))
-        of = plan.Queries(_readable(q), _readable(grad_out), slots, counts, *of_heads)
+        if out_tail is not None and out_tail.shape[2] % plan.PANEL:
+            out, out_tail = torch.cat([out[..., : -out_tail.shape[2]], out_tail], dim=2), None
+        tail = None if out_tail is None else _readable(out_tail)
+        of = plan.Queries(_readable(q), _readable(grad_out), _readable(out), tail, slots, counts, *of_heads)
         if indices.dtype != torch.int32:
             indices = indices.clamp(-1, rows).int()
-        tail = None if out_tail is None else _readable(out_tail)
-        rest = (_readable(out), tail, _readable(lse), _readable(sinks.float()), _readable(indices))
-        plan.prepare(of.grad_out, *rest, rows, of).run()
+        plan.prepare(of, _readable(lse), _readable(sinks.float()), _readable(indices), rows).run()
         kv = _readable(kv)
         if ordered:
             sums = _add_in_order(of, kv, sm_scale, dq)

@@ -24,11 +24,14 @@ LOG2_E = 1.4426950408889634
 
 
 class Queries(NamedTuple):
-    """Queries, ready for the products: q, grad_out (S, H, 512) bf16, slots (S, pitch) and counts (S,) int32, and, all
-    (S, H) fp32, logs, deltas and shares of the sinks' gradient."""
+    """Queries and what is computed of them: q, grad_out, out (S, H, 512) and tail (S, H, R) or None, R whole panels,
+    bf16; slots (S, pitch) and counts (S,) int32; and, all (S, H) fp32, logs, deltas and shares of the sinks' gradient.
+    """
 
     q: Tensor
     grad_out: Tensor
+    out: Tensor
+    tail: Tensor | None
     slots: Tensor
     counts: Tensor
     logs: Tensor
@@ -37,7 +40,13 @@ class Queries(NamedTuple):
 
     def part(self, which: slice) -> "Queries":
         """Some of them."""
-        return Queries(*(t[which] for t in self))
+        return Queries(*(None if t is None else t[which] for t in self))
+
+    @property
+    def late_deltas(self) -> bool:
+        """Long lists have delta computed next to the products, a panel of channels with each tile. That of a short one
+        would have to wait for them."""
+        return self.slots.shape[1] >= CHANNELS // PANEL * TILE
 
 
 def pitch(slots: int) -> int:
@@ -51,19 +60,18 @@ def queries_at_a_time(slots: int, heads: int) -> int:
     return max(1, PARTS // (SMS * pitch(slots) * parts * CHANNELS * 4)) * SMS
 
 
-def prepare(
-    grad_out: Tensor, out: Tensor, tail: Tensor | None, lse: Tensor, sinks: Tensor, indices: Tensor, rows: int,
-    to: Queries,
-) -> Launch:  # fmt: skip
-    """Slots, counts, logs, deltas and shares of all queries."""
+def prepare(of: Queries, lse: Tensor, sinks: Tensor, indices: Tensor, rows: int) -> Launch:
+    """Slots, counts and logs of all queries, and unless these come late, deltas and shares."""
     from dsa_sparse_attn_bwd.kernels.passes import prepare_kernel
 
-    queries, heads, _ = grad_out.shape
-    width = indices.shape[1]
-    args = (grad_out, out, out if tail is None else tail, lse, sinks, indices, *to[2:], width, rows, to.slots.shape[1])
+    queries, heads, _ = of.q.shape
+    width, pitch = indices.shape[1], of.slots.shape[1]
+    tail = of.out if of.tail is None else of.tail
+    args = (of.grad_out, of.out, tail, lse, sinks, indices, *of[4:], width, rows, pitch)
     options = {
         "HEADS": heads,
-        "TAIL": 0 if tail is None else tail.shape[2],
+        "TAIL": 0 if of.tail is None or of.late_deltas else tail.shape[2],
+        "DELTAS": not of.late_deltas,
         "SLOTS": min(1024, max(64, 1 << (width - 1).bit_length())),
         "num_warps": 4,
     }
@@ -78,15 +86,19 @@ def gradients(of: Queries, kv: Tensor, sm_scale: float, dq: Tensor, sums: Tensor
     from dsa_sparse_attn_bwd.kernels.gradients import gradients_kernel
 
     queries, heads, _ = of.q.shape
+    tail = of.tail if of.late_deltas and of.tail is not None else of.out
     items = queries * max(1, heads // TILE)
     args = (
         _descriptor(of.q),
         _descriptor(of.grad_out),
+        _descriptor(of.out),
+        _descriptor(tail),
         kv,
         of.slots,
         of.counts,
         of.logs,
         of.deltas,
+        of.shares,
         dq,
         sums,
         sm_scale * LOG2_E,
@@ -96,7 +108,14 @@ def gradients(of: Queries, kv: Tensor, sm_scale: float, dq: Tensor, sums: Tensor
         sums.shape[0] - SCRATCH,
         ROUNDS,
     )
-    options = {"HEADS": heads, "ORDERED": ordered, "REGISTERS": REGISTERS, "num_warps": 4}
+    options = {
+        "HEADS": heads,
+        "TAIL": 0 if tail is of.out else tail.shape[2],
+        "DELTAS": of.late_deltas,
+        "ORDERED": ordered,
+        "REGISTERS": REGISTERS,
+        "num_warps": 4,
+    }
     return Launch(gradients_kernel, (min(SMS, items),), args, options)
 
 
@@ -151,12 +170,16 @@ def variants() -> "list[Variant]":
         Variant("add", add(sums, meta(whole, dtype=torch.int64), meta(rows + 1, dtype=torch.int64), sums).compile),
     ]
     for slots in (V41_FLASH.window, V41_FLASH.window + V41_FLASH.index_topk):
-        of = Queries(q, q, number(queries, pitch(slots)), number(queries), of_heads, of_heads, of_heads)
-        for tail in (None, bf16(queries, heads, V41_FLASH.rope_dim)):
-            label = f"prepare[slots={slots}, tail={0 if tail is None else tail.shape[2]}]"
-            launch = prepare(q, q, tail, of_heads, meta(heads), number(queries, slots), rows, of)
-            found.append(Variant(label, launch.compile))
-    for ordered in (False, True):
-        label = f"gradients[ordered={int(ordered)}]"
-        found.append(Variant(label, gradients(of, kv, 0.04, q, sums, ordered).compile, ("HGMMA", "UTMALDG", "LDGSTS")))
+        for size in (0, V41_FLASH.rope_dim):
+            tail = bf16(queries, heads, size) if size else None
+            of = Queries(q, q, q, tail, number(queries, pitch(slots)), number(queries), *[of_heads] * 3)
+            label = f"[slots={slots}, tail={size}]"
+            if not (of.late_deltas and size):
+                launch = prepare(of, of_heads, meta(heads), number(queries, slots), rows)
+                found.append(Variant("prepare" + label, launch.compile))
+            if of.late_deltas or not size:
+                for ordered in (False, True):
+                    launch = gradients(of, kv, 0.04, q, sums, ordered)
+                    used = ("HGMMA", "UTMALDG", "LDGSTS")
+                    found.append(Variant(f"gradients{label[:-1]}, ordered={int(ordered)}]", launch.compile, used))
     return found

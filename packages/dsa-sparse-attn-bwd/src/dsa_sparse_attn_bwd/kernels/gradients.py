@@ -63,9 +63,10 @@ EIGHTS = gl.constexpr(
         shape=[64, 256],
     )
 )
-GATHERED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # 16 bytes a lane
-ADD = gl.constexpr("red.relaxed.gpu.global.add.v4.f32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0;")
-STORE = gl.constexpr("st.global.v4.f32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0;")
+ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # 16 bytes a lane
+ADDRESS = "{ .reg .b64 to; mad.wide.s32 to, $2, 2048, $1; mad.wide.s32 to, $3, 4, to; "
+ADD = gl.constexpr(ADDRESS + "red.relaxed.gpu.global.add.v4.f32 [to], {$4, $5, $6, $7}; mov.b32 $0, 0; }")
+STORE = gl.constexpr(ADDRESS + "st.global.v4.f32 [to], {$4, $5, $6, $7}; mov.b32 $0, 0; }")
 
 
 @gluon.jit
@@ -88,52 +89,115 @@ def _some_slots(mine, first, count, LAYOUT: gl.constexpr):
 @gluon.jit
 def _gather(kv, row, keys):
     """Copies rows to panels; zeros for slots behind the last."""
-    c = gl.arange(0, PANEL, layout=gl.SliceLayout(0, GATHERED))
-    base = kv + row.to(gl.int64) * CHANNELS
-    inside = (row >= 0)[:, None] & (c < PANEL)[None, :]
-    for j in gl.static_range(CHANNELS // PANEL):
-        async_load(keys.index(j), base[:, None] + (j * PANEL + c)[None, :], mask=inside)
+    c = gl.arange(0, CHANNELS, layout=gl.SliceLayout(0, ROWS))
+    tile = reinterpret(keys, gl.bfloat16, [1, TILE, CHANNELS], keys.layout).index(0)
+    inside = (row >= 0)[:, None] & (c < CHANNELS)[None, :]
+    async_load(tile, kv + row.to(gl.int64)[:, None] * CHANNELS + c[None, :], mask=inside)
     async_copy.commit_group()
 
 
 @gluon.jit
+def _load_factors(factors, item, panel, to, other, bar, PARTS: gl.constexpr, TAIL: gl.constexpr):
+    """64 channels of a query's output, and of its gradient."""
+    out, tail, grad_out = factors
+    mbarrier.expect(bar, 2 * TILE * PANEL * 2)
+    c = panel * PANEL
+    if c < CHANNELS - TAIL:
+        tma_load(out, [item // PARTS, item % PARTS * TILE, c], bar, to.reshape([1, TILE, PANEL]))
+    else:
+        at = [item // PARTS, item % PARTS * TILE, c - (CHANNELS - TAIL)]
+        tma_load(tail, at, bar, to.reshape([1, TILE, PANEL]))
+    tma_load(grad_out, [item // PARTS, item % PARTS * TILE, c], bar, other.reshape([1, TILE, PANEL]))
+
+
+@gluon.jit
+def _sum_products(one, other):
+    """Of each of 64 heads, over 64 channels."""
+    return gl.sum(one.load(ROWS).to(gl.float32) * other.load(ROWS).to(gl.float32), axis=1)
+
+
+@gluon.jit
+def _leave_numbers(
+    of_queries, delta, to, query, item, count, scale, HEADS: gl.constexpr, PARTS: gl.constexpr, DELTAS: gl.constexpr
+):
+    """Numbers of a query's heads, where its tiles find them: logarithms, and delta times the scale.
+
+    DELTAS: makes shares of the sinks' gradient of the sinks' weights. Else delta is read, not taken from the arguments.
+    """
+    logs, deltas, shares = of_queries
+    h = item % PARTS * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(1, ROWS))
+    at = item // PARTS * HEADS + h
+    log = gl.load(logs + at, mask=h < HEADS, other=float("inf"))
+    if DELTAS:
+        weight = gl.load(shares + at, mask=h < HEADS, other=0.0)
+        gl.store(shares + at, gl.where(count > 0, -weight * delta, 0.0), mask=h < HEADS)
+    else:
+        delta = gl.load(deltas + at, mask=h < HEADS, other=0.0)
+    to.index(2 * query).store(log)
+    to.index(2 * query + 1).store(delta * scale)
+
+
+@gluon.jit
 def _score(
-    inputs,
-    scale_log2,
-    scale,
-    tiles,
-    bars,
-    items,
-    pitch,
-    nowhere,
-    rounds,
+    arguments,
     HEADS: gl.constexpr,
     PARTS: gl.constexpr,
+    TAIL: gl.constexpr,
+    DELTAS: gl.constexpr,
     ORDERED: gl.constexpr,
 ):
-    """P^T and dS^T of each tile, and where its slots' shares of the gradient go."""
-    kv, slots, counts, logs, deltas = inputs
-    operands, keys, staged, targets = tiles
-    full, keys_empty, staged_full, staged_empty = bars
+    """P^T and dS^T of each tile, and where its slots' shares of the gradient go.
+
+    DELTAS: delta of the next query too, 64 channels of the output and of its gradient with each tile. They pass
+    through the buffer of P^T and dS^T, which is free until these are there.
+    """
+    inputs, factors, scale_log2, scale, tiles, bars, items, pitch, nowhere, rounds = arguments
+    kv, slots, counts, of_queries = inputs
+    operands, keys, weights, gradients, targets, of_heads = tiles
+    full, keys_empty, staged_full, staged_empty, factors_full = bars
     BOTH: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16])
     ONE: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
     SLOT: gl.constexpr = gl.SliceLayout(1, ONE)
     HEAD: gl.constexpr = gl.SliceLayout(0, ONE)
-    both = reinterpret(operands, gl.bfloat16, [CHANNELS // PANEL, 2 * TILE, PANEL], operands.layout)
+    ROW: gl.constexpr = gl.SliceLayout(1, ROWS)
+    ALL: gl.constexpr = CHANNELS // PANEL
+    both = reinterpret(operands, gl.bfloat16, [ALL, 2 * TILE, PANEL], operands.layout)
     n = gl.arange(0, TILE, layout=SLOT)
-    h = gl.arange(0, TILE, layout=HEAD)
     query_phase = 0
+    factors_phase = 0
     done = 0
     item = items - 1 - gl.program_id(0)
+    count = gl.load(counts + item // PARTS)
+    mine = slots + (item // PARTS).to(gl.int64) * pitch
+    delta = gl.zeros([TILE], gl.float32, ROW)
+    if DELTAS:
+        for j in range(ALL):
+            barrier()
+            _load_factors(factors, item, j, weights.index(0), gradients.index(0), factors_full, PARTS, TAIL)
+            mbarrier.wait(factors_full, factors_phase)
+            factors_phase ^= 1
+            delta += _sum_products(weights.index(0), gradients.index(0))
+    _leave_numbers(of_queries, delta, of_heads, 0, item, count, scale, HEADS, PARTS, DELTAS)
+    barrier()
+    to_gather = _some_slots(mine, 0, count, ROW)
+    row = _some_slots(mine, 0, count, SLOT)
     while item >= 0:
         t = item // PARTS
-        count = gl.load(counts + t)
-        head = item % PARTS * TILE + h
-        mine = slots + t.to(gl.int64) * pitch
-        to_gather = _some_slots(mine, 0, count, gl.SliceLayout(1, GATHERED))
-        row = _some_slots(mine, 0, count, SLOT)
+        after = item - gl.num_programs(0)
+        t_after = gl.maximum(after, 0) // PARTS
+        count_after = gl.load(counts + t_after)
+        delta = gl.zeros([TILE], gl.float32, ROW)
+        panel = gl.where(after >= 0, 0, ALL)
         for first in range(0, gl.maximum(count, 1), TILE):
             at = done & 1
+            last = first + TILE >= count
+            mbarrier.wait(staged_empty.index(at), (done >> 1 & 1) ^ 1)
+            if DELTAS:  # noqa: SIM102 the first is decided by the compiler
+                if panel < ALL:
+                    barrier()
+                    _load_factors(
+                        factors, after, panel, weights.index(at), gradients.index(at), factors_full, PARTS, TAIL
+                    )
             mbarrier.wait(keys_empty, at ^ 1)
             _gather(kv, to_gather, keys)
             if ORDERED:
@@ -152,25 +216,49 @@ def _score(
                 sums = warpgroup_mma(keys.index(j), both.index(j).permute((1, 0)), sums, is_async=True)
                 k = keys.index(PANELS + j)
                 sums = warpgroup_mma(k, both.index(PANELS + j).permute((1, 0)), sums, is_async=True)
-            to_gather = _some_slots(mine, first + TILE, count, gl.SliceLayout(1, GATHERED))
-            row = _some_slots(mine, first + TILE, count, SLOT)
+            mine = slots + gl.where(last, t_after, t).to(gl.int64) * pitch
+            from_slot = gl.where(last, 0, first + TILE)
+            until = gl.where(last, count_after, count)
+            to_gather = _some_slots(mine, from_slot, until, ROW)
+            row = _some_slots(mine, from_slot, until, SLOT)
+            if DELTAS:  # noqa: SIM102 the first is decided by the compiler
+                if panel < ALL:
+                    mbarrier.wait(factors_full, factors_phase)
+                    factors_phase ^= 1
+                    delta += _sum_products(weights.index(at), gradients.index(at))
+                    panel += 1
+                    while last & (panel < ALL):
+                        barrier()
+                        _load_factors(
+                            factors, after, panel, weights.index(at), gradients.index(at), factors_full, PARTS, TAIL
+                        )
+                        mbarrier.wait(factors_full, factors_phase)
+                        factors_phase ^= 1
+                        delta += _sum_products(weights.index(at), gradients.index(at))
+                        panel += 1
             # Read again for each tile: there are no registers to keep them in.
-            log = gl.load(logs + (t * HEADS + head), mask=head < HEADS, other=float("inf"))
-            delta = gl.load(deltas + (t * HEADS + head), mask=head < HEADS, other=0.0)
+            log = of_heads.index(2 * query_phase).load(HEAD)
+            delta_scaled = of_heads.index(2 * query_phase + 1).load(HEAD)
             sums = warpgroup_mma_wait(0, deps=[sums])
             s, dp = gl.split(sums.reshape([TILE, 2, TILE]).permute((0, 2, 1)))
             s = gl.convert_layout(s, ONE, assert_trivial=True)
             dp = gl.convert_layout(dp, ONE, assert_trivial=True)
             p = gl.where(named[:, None], gl.exp2(s * scale_log2 - log[None, :]), 0.0)
-            ds = gl.where(named[:, None], p * (dp - delta[None, :]) * scale, 0.0)
-            mbarrier.wait(staged_empty.index(at), (done >> 1 & 1) ^ 1)
-            staged.index(2 * at).store(p.to(gl.bfloat16))
-            staged.index(2 * at + 1).store(ds.to(gl.bfloat16))
+            ds = p * gl.where(named[:, None], dp * scale - delta_scaled[None, :], 0.0)
+            barrier()  # all have read what was in the buffers
+            weights.index(at).store(p.to(gl.bfloat16))
+            gradients.index(at).store(ds.to(gl.bfloat16))
             fence_async_shared()
             mbarrier.arrive(staged_full.index(at))
             done += 1
+        if after >= 0:
+            _leave_numbers(
+                of_queries, delta, of_heads, query_phase ^ 1, after, count_after, scale, HEADS, PARTS, DELTAS
+            )
+        barrier()
         query_phase ^= 1
-        item -= gl.num_programs(0)
+        item = after
+        count = count_after
 
 
 @gluon.jit
@@ -185,9 +273,8 @@ def _send(chunk, rows, sums, channel, INSTRUCTION: gl.constexpr):
     four = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
     place = (sixteen // 2 * 16 + sixteen % 2 * 32)[None, :, None] + (4 * four)[None, None, :]
     row = gl.convert_layout(rows, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)), assert_trivial=True)
-    to = sums + row.to(gl.int64)[:, None, None] * CHANNELS + (channel + place)
-    to = to.to(gl.int64, bitcast=True)
-    gl.inline_asm_elementwise(INSTRUCTION, "=r,l,f,f,f,f", [to, x0, x1, x2, x3], dtype=gl.int32, is_pure=False, pack=1)
+    args = [sums.to(gl.int64, bitcast=True), row[:, None, None], channel + place, x0, x1, x2, x3]
+    gl.inline_asm_elementwise(INSTRUCTION, "=r,l,r,r,f,f,f,f", args, dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -202,8 +289,8 @@ def _add_gradients(
     inputs, results, tiles, bars, items = arguments
     q, grad_out, counts = inputs
     dq, sums = results
-    operands, keys, staged, targets = tiles
-    full, keys_empty, staged_full, staged_empty = bars
+    operands, keys, weights, gradients, targets, _ = tiles
+    full, keys_empty, staged_full, staged_empty, _ = bars
     CHUNK: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
     QUERY: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16])
     SLOT: gl.constexpr = gl.SliceLayout(1, LINES)
@@ -223,7 +310,7 @@ def _add_gradients(
             at = done & 1
             last = first + TILE >= count
             mbarrier.wait(staged_full.index(at), done >> 1 & 1)
-            p, d_scores = staged.index(2 * at), staged.index(2 * at + 1)
+            p, d_scores = weights.index(at), gradients.index(at)
             grad = warpgroup_mma(d_scores.permute((1, 0)), k, grad, is_async=True)
             grad = warpgroup_mma_wait(0, deps=[grad])
             mbarrier.arrive(keys_empty)
@@ -250,11 +337,14 @@ def _add_gradients(
 def gradients_kernel(
     q,
     grad_out,
+    out,
+    tail,
     kv,
     slots,
     counts,
     logs,
     deltas,
+    shares,
     dq,
     sums,
     scale_log2,
@@ -264,6 +354,8 @@ def gradients_kernel(
     nowhere,
     rounds,
     HEADS: gl.constexpr,
+    TAIL: gl.constexpr,
+    DELTAS: gl.constexpr,
     ORDERED: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
@@ -277,33 +369,40 @@ def gradients_kernel(
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    # Panels of q and g in turn; panels of K; P^T and dS^T, of two tiles in turn; where these are to be added.
+    # Panels of q and g in turn; panels of K; P^T and dS^T, of two tiles in turn, and where these are to be added;
+    # logarithms and deltas, of two queries in turn.
     operands = gl.allocate_shared_memory(gl.bfloat16, [2 * CHANNELS // PANEL, TILE, PANEL], SWIZZLED)
     keys = gl.allocate_shared_memory(gl.bfloat16, [CHANNELS // PANEL, TILE, PANEL], SWIZZLED)
-    staged = gl.allocate_shared_memory(gl.bfloat16, [4, TILE, TILE], SWIZZLED)
+    weights = gl.allocate_shared_memory(gl.bfloat16, [2, TILE, TILE], SWIZZLED)
+    gradients = gl.allocate_shared_memory(gl.bfloat16, [2, TILE, TILE], SWIZZLED)
     targets = gl.allocate_shared_memory(gl.int32, [2, TILE], FLAT)
+    of_heads = gl.allocate_shared_memory(gl.float32, [4, TILE], FLAT)
     full = gl.allocate_shared_memory(gl.int64, [CHANNELS // PANEL, 1], BARRIER)
     keys_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     staged_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     staged_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    factors_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     for i in gl.static_range(CHANNELS // PANEL):
         mbarrier.init(full.index(i), count=1)
     mbarrier.init(keys_empty, count=2)
+    mbarrier.init(factors_full, count=1)
     for i in gl.static_range(2):
         mbarrier.init(staged_full.index(i), count=1)
         mbarrier.init(staged_empty.index(i), count=2)
     fence_async_shared()  # the barriers, before TMA meets them
     barrier()
-    bars = (full, keys_empty, staged_full, staged_empty)
-    tiles = (operands, keys, staged, targets)
-    inputs = (kv, slots, counts, logs, deltas)
+    bars = (full, keys_empty, staged_full, staged_empty, factors_full)
+    tiles = (operands, keys, weights, gradients, targets, of_heads)
+    inputs = (kv, slots, counts, (logs, deltas, shares))
+    factors = (out, tail, grad_out)
     results = (dq, sums)
     adding = ((q, grad_out, counts), results, tiles, bars, items)
+    scoring = (inputs, factors, scale_log2, scale, tiles, bars, items, pitch, nowhere, rounds)
     gl.warp_specialize(
         [
             (_add_gradients, (adding, 0, HEADS, PARTS, ORDERED)),
             (_add_gradients, (adding, HALF, HEADS, PARTS, ORDERED)),
-            (_score, (inputs, scale_log2, scale, tiles, bars, items, pitch, nowhere, rounds, HEADS, PARTS, ORDERED)),
+            (_score, (scoring, HEADS, PARTS, TAIL, DELTAS, ORDERED)),
         ],
         [4, 4],
         REGISTERS,

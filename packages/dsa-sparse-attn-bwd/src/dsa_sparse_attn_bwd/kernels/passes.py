@@ -26,12 +26,14 @@ def prepare_kernel(
     pitch,
     HEADS: tl.constexpr,
     TAIL: tl.constexpr,
+    DELTAS: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
     """Of a query: its slots but for the empty ones, in their order, and their number; of each head the logarithm to
-    base 2 of the softmax's sum, delta, and the share of the sink's gradient. Zeros, and +inf, where no slot is left.
+    base 2 of the softmax's sum, and, if DELTAS, delta and the share of the sink's gradient: if not, in place of that
+    share, the sink's weight. Zeros, and +inf, where no slot is left.
 
-    TAIL: channels of the output that are in `tail`. SLOTS: so many at a time, a power of two.
+    TAIL: channels of the output that are in `tail`, whole blocks. SLOTS: so many at a time, a power of two.
     """
     t = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, SLOTS)
@@ -45,21 +47,6 @@ def prepare_kernel(
     tl.store(counts + t, count)
 
     h = tl.arange(0, HEADS)
-    c = tl.arange(0, BLOCK)
-    products = tl.zeros([HEADS, BLOCK], tl.float32)
-    for first in tl.static_range(0, CHANNELS, BLOCK):
-        at = t * (HEADS * CHANNELS) + h[:, None] * CHANNELS + (first + c)[None, :]
-        g = tl.load(grad_out + at).to(tl.float32)
-        if TAIL == 0:
-            o = tl.load(out + at)
-        else:
-            in_tail = (first + c >= CHANNELS - TAIL)[None, :] & (h >= 0)[:, None]
-            o = tl.load(out + at, mask=~in_tail, other=0.0)
-            at_tail = t * (HEADS * TAIL) + h[:, None] * TAIL + (first + c - (CHANNELS - TAIL))[None, :]
-            o = tl.where(in_tail, tl.load(tail + at_tail, mask=in_tail, other=0.0), o)
-        products += g * o.to(tl.float32)
-    delta = tl.sum(products, 1)
-
     at = t * HEADS + h
     keys = tl.load(lse + at)
     sink = tl.load(sinks + h)
@@ -73,8 +60,23 @@ def prepare_kernel(
     share = tl.where(sink == float("inf"), 1.0, tl.div_rn(tl.exp(sink - top), above))
     share = tl.where(sink == -float("inf"), 0.0, share)
     tl.store(logs + at, tl.where(count > 0, log * LOG2_E, float("inf")))
-    tl.store(deltas + at, tl.where(count > 0, delta, 0.0))
-    tl.store(shares + at, tl.where(count > 0, -share * delta, 0.0))
+    share = tl.where(count > 0, share, 0.0)
+    if DELTAS:
+        c = tl.arange(0, BLOCK)
+        products = tl.zeros([HEADS, BLOCK], tl.float32)
+        for first in tl.static_range(0, CHANNELS, BLOCK):
+            place = t * (HEADS * CHANNELS) + h[:, None] * CHANNELS + (first + c)[None, :]
+            g = tl.load(grad_out + place).to(tl.float32)
+            if first < CHANNELS - TAIL:
+                o = tl.load(out + place)
+            else:
+                in_tail = first - (CHANNELS - TAIL) + c
+                o = tl.load(tail + t * (HEADS * TAIL) + h[:, None] * TAIL + in_tail[None, :])
+            products += g * o.to(tl.float32)
+        delta = tl.where(count > 0, tl.sum(products, 1), 0.0)
+        tl.store(deltas + at, delta)
+        share = -share * delta
+    tl.store(shares + at, share)
 
 
 @triton.jit
