@@ -36,7 +36,9 @@ def backward(
         return dq.zero_(), dkv.zero_(), torch.zeros_like(sinks)
     with torch.cuda.device_of(q):
         pitch = plan.pitch(width)
-        slots = torch.empty(queries, pitch, dtype=torch.int32, device=q.device)
+        # To be added in order, all slots are sorted, those behind a query's last too.
+        make = torch.zeros if ordered else torch.empty
+        slots = make(queries, pitch, dtype=torch.int32, device=q.device)
         counts = torch.empty(queries, dtype=torch.int32, device=q.device)
         of_heads = (_fp32(q, queries, heads) for _ in range(3))
         if out_tail is not None and out_tail.shape[2] % plan.PANEL:
