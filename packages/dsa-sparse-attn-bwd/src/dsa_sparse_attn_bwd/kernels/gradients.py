@@ -64,6 +64,7 @@ EIGHTS = gl.constexpr(
     )
 )
 ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # 16 bytes a lane
+# Of number $3 in row $2 of sums, 2,048 bytes each. In here, for the compiler would keep more of it in registers.
 ADDRESS = "{ .reg .b64 to; mad.wide.s32 to, $2, 2048, $1; mad.wide.s32 to, $3, 4, to; "
 ADD = gl.constexpr(ADDRESS + "red.relaxed.gpu.global.add.v4.f32 [to], {$4, $5, $6, $7}; mov.b32 $0, 0; }")
 STORE = gl.constexpr(ADDRESS + "st.global.v4.f32 [to], {$4, $5, $6, $7}; mov.b32 $0, 0; }")
