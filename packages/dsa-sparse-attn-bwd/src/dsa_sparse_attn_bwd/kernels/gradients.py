@@ -112,8 +112,9 @@ def _load_factors(factors, item, panel, to, other, bar, PARTS: gl.constexpr, TAI
 
 
 @gluon.jit
-def _sum_products(one, other):
-    """Of each of 64 heads, over 64 channels."""
+def _sum_products(one, other, panel, full):
+    """Of each of 64 heads, over 64 channels, the query's panel of that number."""
+    mbarrier.wait(full, panel & 1)  # a query has an even number of panels
     return gl.sum(one.load(ROWS).to(gl.float32) * other.load(ROWS).to(gl.float32), axis=1)
 
 
@@ -165,7 +166,6 @@ def _score(
     both = reinterpret(operands, gl.bfloat16, [ALL, 2 * TILE, PANEL], operands.layout)
     n = gl.arange(0, TILE, layout=SLOT)
     query_phase = 0
-    factors_phase = 0
     done = 0
     item = items - 1 - gl.program_id(0)
     count = gl.load(counts + item // PARTS)
@@ -175,9 +175,7 @@ def _score(
         for j in range(ALL):
             barrier()
             _load_factors(factors, item, j, weights.index(0), gradients.index(0), factors_full, PARTS, TAIL)
-            mbarrier.wait(factors_full, factors_phase)
-            factors_phase ^= 1
-            delta += _sum_products(weights.index(0), gradients.index(0))
+            delta += _sum_products(weights.index(0), gradients.index(0), j, factors_full)
     _leave_numbers(of_queries, delta, of_heads, 0, item, count, scale, HEADS, PARTS, DELTAS)
     barrier()
     to_gather = _some_slots(mine, 0, count, ROW)
@@ -224,18 +222,14 @@ def _score(
             row = _some_slots(mine, from_slot, until, SLOT)
             if DELTAS:  # noqa: SIM102 the first is decided by the compiler
                 if panel < ALL:
-                    mbarrier.wait(factors_full, factors_phase)
-                    factors_phase ^= 1
-                    delta += _sum_products(weights.index(at), gradients.index(at))
+                    delta += _sum_products(weights.index(at), gradients.index(at), panel, factors_full)
                     panel += 1
                     while last & (panel < ALL):
                         barrier()
                         _load_factors(
                             factors, after, panel, weights.index(at), gradients.index(at), factors_full, PARTS, TAIL
                         )
-                        mbarrier.wait(factors_full, factors_phase)
-                        factors_phase ^= 1
-                        delta += _sum_products(weights.index(at), gradients.index(at))
+                        delta += _sum_products(weights.index(at), gradients.index(at), panel, factors_full)
                         panel += 1
             # Read again for each tile: there are no registers to keep them in.
             log = of_heads.index(2 * query_phase).load(HEAD)
