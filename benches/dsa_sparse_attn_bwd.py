@@ -1,4 +1,4 @@
-"""sparse_attn_backward_flat against cuDNN's backward: `python -m benches.dsa_sparse_attn_bwd`.
+"""sparse_attn_backward_flat against cuDNN's backward and the definition: `python -m benches.dsa_sparse_attn_bwd`.
 
 cuDNN is measured if it is there: `uv pip install "nvidia-cudnn-frontend[cutedsl]==1.32.0"`.
 """
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import hopper_kernels
 import torch
 from dsa_sparse_attn_bwd import reference, selfcheck, sparse_attn_backward_flat
 from hopper_kernels.models import V41_FLASH
@@ -112,7 +113,8 @@ class Shape:
 
 RANK = Shape((131072,), ranks=8)
 PUBLISHED = [Shape((8192,)), Shape((16384,)), Shape((6000, 3000, 4384, 3000))]
-SHAPES = [*PUBLISHED, RANK, dataclasses.replace(RANK, picks=LOCAL), Shape((8192,), topk=0)]
+SMALL_CALL = Shape((1024,))  # where the definition is measured too
+SHAPES = [*PUBLISHED, RANK, dataclasses.replace(RANK, picks=LOCAL), Shape((8192,), topk=0), SMALL_CALL]
 
 
 @dataclass(frozen=True)
@@ -192,7 +194,7 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
         return [_case(shape.toy(), device, []) for shape in SHAPES]
     if quick:
         return [_case(shape, device, []) for shape in PUBLISHED]
-    return [_case(shape, device, _cudnn()) for shape in SHAPES]
+    return [_case(shape, device, [*_cudnn(), *_definition(shape)]) for shape in SHAPES]
 
 
 def _case(shape: Shape, device: torch.device, others: list[Candidate]) -> Case:
@@ -219,6 +221,20 @@ def _cudnn() -> list[Candidate]:
         Candidate("cuDNN", lambda inputs: peers.cudnn(inputs.arguments, compact=False)),
         Candidate("cuDNN, compacted slots", lambda inputs: peers.cudnn(inputs.arguments, compact=True)),
     ]
+
+
+def _definition(shape: Shape) -> list[Candidate]:
+    return [Candidate("definition in PyTorch", prepare_definition, graph=False)] if shape == SMALL_CALL else []
+
+
+def prepare_definition(inputs: Inputs) -> Callable[[], tuple[Tensor, Tensor, Tensor]]:
+    """One call of the definition, in float64."""
+
+    def call() -> tuple[Tensor, Tensor, Tensor]:
+        with hopper_kernels.reference():
+            return sparse_attn_backward_flat(*inputs.arguments)
+
+    return call
 
 
 def prepare(inputs: Inputs, deterministic: bool = False) -> Callable[[], tuple[Tensor, Tensor, Tensor]]:

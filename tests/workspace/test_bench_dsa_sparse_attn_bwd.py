@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from dsa_sparse_attn_bwd import reference
 
 from benches import dsa_sparse_attn_bwd as bench
 from benches import harness
@@ -40,7 +41,7 @@ def test_operations_are_those_of_the_published_workloads(shape, millions, terafl
 def test_operations_of_the_other_workloads():
     assert bench.RANK.slots() == 16384 * 640
     assert (bench.RANK.queries, bench.RANK.rows) == (16384, 131072 + 65536)
-    window = bench.SHAPES[-1]
+    window = bench.SHAPES[-2]
     assert window.slots() == 8192 * 128 - 128 * 127 // 2
     assert (window.queries, window.rows) == (8192, 8192)
 
@@ -251,6 +252,15 @@ def test_toy_cases_run_through_the_harness():
     assert {"nvidia-cudnn-frontend", "dsa-sparse-attn-bwd"} <= record["versions"].keys()
 
 
+def test_the_definition(inputs):
+    (candidate,) = bench._definition(bench.SMALL_CALL)
+    outputs = candidate.prepare(inputs)()
+    bench.close(inputs, outputs)
+    q, kv, out, grad_out, *rest = inputs.arguments
+    exact = reference.backward(grad_out, q, kv, out, *rest, None)
+    assert all(torch.equal(a, b.to(a.dtype)) for a, b in zip(outputs, exact, strict=True))
+
+
 def test_cases_of_a_gpu():
     full = bench.cases(CUDA, False)
     assert [case.label for case in full] == [
@@ -260,9 +270,12 @@ def test_cases_of_a_gpu():
         "16384 queries, last of 8 ranks",
         "16384 queries, last of 8 ranks, local picks",
         "8192 queries, 1 document, window alone",
+        "1024 queries, 1 document",
     ]
     ours = ["dsa_sparse_attn_bwd", "dsa_sparse_attn_bwd, deterministic"]
-    assert all([c.name for c in case.candidates] == [*ours, "cuDNN", "cuDNN, compacted slots"] for case in full)
+    names = [*ours, "cuDNN", "cuDNN, compacted slots"]
+    assert all([c.name for c in case.candidates] == names for case in full[:-1])
+    assert [c.name for c in full[-1].candidates] == [*names, "definition in PyTorch"]
     assert all(case.flops == 10 * 64 * 512 * shape.slots() for case, shape in zip(full, bench.SHAPES, strict=True))
     quick = bench.cases(CUDA, True)
     assert [case.label for case in quick] == [case.label for case in full[:3]]
