@@ -44,19 +44,19 @@ def main(bench: Bench, argv: list[str] | None = None) -> int:
     if device.type == "cuda" or options.output:
         results.mkdir(parents=True, exist_ok=True)
         path = results / f"{bench.name}.json"
-        path.write_text(json.dumps(_rounded(record), indent=1) + "\n")
+        path.write_text(json.dumps(rounded(record), indent=1) + "\n")
         progress(f"wrote {path.name} and {plotting.draw_file(path, plots).name}")
     ours = [entry for case in record["cases"] for entry in case["candidates"] if entry["ours"]]
     return int(any(entry["status"] != "verified" for entry in ours))
 
 
-def _rounded(value: Any) -> Any:
+def rounded(value: Any) -> Any:
     """Floats at 6 digits: more would only be noise in the committed file."""
     if isinstance(value, float):
         return float(f"{value:.6g}")
     if isinstance(value, dict):
-        return {name: _rounded(part) for name, part in value.items()}
-    return [_rounded(part) for part in value] if isinstance(value, list) else value
+        return {name: rounded(part) for name, part in value.items()}
+    return [rounded(part) for part in value] if isinstance(value, list) else value
 
 
 def _parse(bench: Bench, argv: list[str] | None) -> argparse.Namespace:

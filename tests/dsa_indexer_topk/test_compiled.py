@@ -3,21 +3,24 @@
 import re
 
 import pytest
-from hopper_kernels import cubin, precompile
+from hopper_kernels import cubin
 
-from tests.support.ptx import barriers_and_stores
+from tests.support.ptx import (
+    arrivals,
+    assert_barriers_fenced_before_tma,
+    assert_nothing_stored_over_barriers,
+    compiled_of,
+    ptx_of,
+)
 
 pytest.importorskip("triton")
-ASYNC_FENCE = "fence.proxy.async"
 HEAD_DIM = 128  # of the variants
 
 
 @pytest.fixture(scope="module")
 def assemblies():
     """PTX and cubin of the kernels of the scores by variant, compiled for SM90 on any machine."""
-    variants = [v for v in precompile.variants_of("dsa_indexer_topk") if v.name.startswith(("scores", "candidates"))]
-    with precompile.compile_only_driver():
-        return {variant.name: variant.compile().asm for variant in variants}
+    return compiled_of("dsa_indexer_topk", ("scores", "candidates"))
 
 
 def warpgroups(name: str) -> int:
@@ -28,9 +31,7 @@ def warpgroups(name: str) -> int:
 @pytest.fixture(scope="module")
 def selections():
     """The PTX of the selections by variant."""
-    variants = [v for v in precompile.variants_of("dsa_indexer_topk") if v.name.startswith("select")]
-    with precompile.compile_only_driver():
-        return {variant.name: variant.compile().asm["ptx"] for variant in variants}
+    return ptx_of("dsa_indexer_topk", "select")
 
 
 @pytest.fixture
@@ -40,32 +41,21 @@ def ptx(assemblies):
 
 def test_barriers_are_fenced_before_tma_meets_them(ptx):
     """Else the copies may not see that they were initialised; all threads meet before the loading warp starts."""
-    for name, text in ptx.items():
-        setup = text[text.rindex("mbarrier.init") :]
-        before, rest = setup.split("cp.async.bulk.tensor", 1)
-        assert ASYNC_FENCE in before, name
-        assert "bar.sync" in before[before.index(ASYNC_FENCE) :], name
-        assert "barrier.sync" in rest, name  # what the other warps wait for
+    assert_barriers_fenced_before_tma(ptx)
 
 
 def test_nothing_is_stored_over_a_barrier(ptx):
     """Not even one that is no longer used: the compiler gives its memory to what it passes to other warps."""
-    for name, text in ptx.items():
-        barriers, stores = barriers_and_stores(text)
-        assert len(barriers) == text.count("mbarrier.init"), name
-        assert stores, name
-        assert not any(at - 8 < place < at + 8 for place in stores for at in barriers), name
+    assert_nothing_stored_over_barriers(ptx)
 
 
 def test_threads_meet_before_one_of_them_arrives_for_all(ptx):
     """An arrival tells the loading warp that this warpgroup has read shared memory: all of its threads."""
     for name, text in ptx.items():
-        arrivals = [match.start() for match in re.finditer(r"mbarrier\.arrive\.shared", text)]
-        assert len(arrivals) == warpgroups(name), name
-        for arrival in arrivals:
-            between = text[text.rfind("bar.sync", 0, arrival) : arrival]
+        found = list(arrivals(text))
+        assert len(found) == warpgroups(name), name
+        for before, between in found:
             assert not re.search(r"(ld|st)\.shared|try_wait|wgmma", between), name
-            before = text[: text.rfind("bar.sync", 0, arrival)]
             assert re.findall(r"wgmma\.wait_group\.sync\.aligned\s+(\d)", before)[-1] == "0", name
 
 

@@ -1,6 +1,6 @@
 """The same bytes in every run, for any rows of a call, any workspace, stream, graph, device; memory; no waiting."""
 
-import gc
+from functools import partial
 
 import pytest
 import torch
@@ -9,8 +9,17 @@ from dsa_indexer_topk import dsv41_index_topk, plan
 from benches import dsa_indexer_topk as bench
 from tests.dsa_indexer_topk import inputs, on_gpu
 from tests.dsa_indexer_topk.inputs import MODES
-from tests.support import memory
-from tests.support.device import capture, no_sync, repeat_bytes, side_stream
+from tests.support import first_call, memory
+from tests.support.compare import unchanged
+from tests.support.device import (
+    assert_same_at_once,
+    capture,
+    no_sync,
+    nothing_allocated,
+    other_device,
+    repeat_bytes,
+    side_stream,
+)
 from tests.support.process import output_of, start_python
 
 pytestmark = pytest.mark.gpu
@@ -24,22 +33,11 @@ CAPTURE_FIRST = """
 import sys, torch
 from dsa_indexer_topk import dsv41_index_topk
 from tests.dsa_indexer_topk import inputs, on_gpu
+from tests.support import first_call
 torch.manual_seed(0)
 a = on_gpu.arguments((300, 20), mode=sys.argv[1], numbers=inputs.whole_numbers, topk=40, listed=9)
 expected = on_gpu.definition(a)
-torch.cuda.synchronize()
-graph = torch.cuda.CUDAGraph()
-try:
-    with torch.cuda.graph(graph):
-        found = dsv41_index_topk(*a)
-except Exception as error:
-    assert "captur" in str(error), f"the error must mention the capture: {type(error).__name__}: {error}"
-    print("refused")
-else:
-    graph.replay()
-    torch.cuda.synchronize()
-    on_gpu.assert_same(found, expected)
-    print("works")
+first_call.capture(lambda: dsv41_index_topk(*a), lambda found: on_gpu.assert_same(found, expected))
 """
 LONG_FIRST = """
 import sys, torch
@@ -115,10 +113,8 @@ def test_strides(mode, name):
 @each_call
 def test_inputs_are_not_modified(mode, documents):
     a = made(documents, mode)
-    before = [v.clone() for v in a if isinstance(v, torch.Tensor)]
-    dsv41_index_topk(*a)
-    for now, then in zip((v for v in a if isinstance(v, torch.Tensor)), before, strict=True):
-        assert torch.equal(now.view(torch.uint8), then.view(torch.uint8))
+    with unchanged(a):
+        dsv41_index_topk(*a)
 
 
 @each_mode
@@ -164,8 +160,7 @@ def test_graph_of_other_contents(mode, documents):
 @each_mode
 def test_first_call_in_a_capture(mode, tmp_path):
     """A process that compiles, loads and launches inside a capture gets right picks or a clear error."""
-    process = start_python(CAPTURE_FIRST, mode, TRITON_CACHE_DIR=str(tmp_path))
-    assert output_of(process, timeout=100).splitlines()[-1] in ("works", "refused")
+    first_call.assert_captured_or_refused(CAPTURE_FIRST, mode, folder=tmp_path)
 
 
 @pytest.mark.slow
@@ -180,38 +175,23 @@ def test_first_call_of_a_process_at_full_length(entries):
 @each_call
 def test_two_streams_at_once(mode, documents):
     """Each with operands and workspace of its own."""
-    calls = [made(documents, mode) for _ in range(2)]
-    wanted = [dsv41_index_topk(*a) for a in calls]
-    streams = [torch.cuda.Stream() for _ in calls]
-    torch.cuda.synchronize()
-    for _ in range(50):
-        found = []
-        for a, stream in zip(calls, streams, strict=True):
-            with torch.cuda.stream(stream):
-                found.append(dsv41_index_topk(*a))
-        torch.cuda.synchronize()
-        for got, want in zip(found, wanted, strict=True):
-            on_gpu.assert_same(got, want)
+    calls = [partial(dsv41_index_topk, *made(documents, mode)) for _ in range(2)]
+    wanted = [call() for call in calls]
+    assert_same_at_once(calls, wanted, on_gpu.assert_same, rounds=50)
 
 
 @each_mode
 @pytest.mark.parametrize("current", [0, 1])
 def test_second_device(mode, current):
     """Tensors on one device while the other is current. Nothing is allocated on that one."""
-    if torch.cuda.device_count() < 2:
-        pytest.skip("requires two CUDA devices")
+    other = other_device(current)
     for documents in CALLS.values():
         a = made(documents, mode)
         expected = dsv41_index_topk(*a)
-        there = [v.to(f"cuda:{1 - current}") if isinstance(v, torch.Tensor) else v for v in a]
-        torch.cuda.synchronize()
-        with torch.cuda.device(current):
-            gc.collect()
-            before = torch.cuda.memory_allocated(current)
+        there = [v.to(other) if isinstance(v, torch.Tensor) else v for v in a]
+        with nothing_allocated(current):
             results = dsv41_index_topk(*there)
-            assert torch.cuda.memory_allocated(current) == before
-            assert torch.cuda.current_device() == current
-        assert {t.device for t in results} == {torch.device("cuda", 1 - current)}
+        assert {t.device for t in results} == {other}
         on_gpu.assert_same([t.to("cuda:0") for t in results], expected)
 
 

@@ -2,21 +2,21 @@
 
 import pytest
 import torch
-import torch._dynamo.testing
 from dsa_indexer_topk import dsv41_index_topk, plan
-from hopper_kernels import KernelUnavailable, launcher, registry
+from hopper_kernels import KernelUnavailable, launcher
 from hopper_kernels import reference as use_definition
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from tests.dsa_indexer_topk import inputs, on_gpu
 from tests.dsa_indexer_topk.inputs import MODES
+from tests.support import launches, machines
 from tests.support.compare import assert_same_bytes
+from tests.support.device import deterministic_algorithms
+from tests.support.tracing import UTILITIES, assert_fake_like_real, compiled
 
 pytestmark = pytest.mark.gpu
 
 OPERATOR = torch.ops.dsa_indexer_topk.dsv41_index_topk.default
-UTILITIES = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic", "test_autograd_registration")
 TENSORS = ("q", "k", "w", "ks", "ke", "candidates")
 LONG = plan.LONGEST_WHOLE + 100
 each_mode = pytest.mark.parametrize("mode", MODES)
@@ -42,20 +42,13 @@ def test_opcheck_of_operands_that_require_grad(mode):
     torch.library.opcheck(OPERATOR, tuple(a), test_utils=UTILITIES)
 
 
-def facts(t):
-    return t.dtype, tuple(t.shape), t.stride(), t.storage_offset(), t.requires_grad, t.device.type
-
-
 @each_mode
 @pytest.mark.parametrize(("topk", "topk_blocks"), [(0, 0), (1, 1), (5, 3), (2048, 2048)])
 def test_fake_results_are_like_the_real_ones(mode, topk, topk_blocks):
     for documents in ((20, 3, 17), (1,), ()):
         a = on_gpu.arguments(documents, mode=mode, topk=topk, topk_blocks=topk_blocks)
         for call in (a, strided(a)):
-            real, fake_mode = OPERATOR(*call), FakeTensorMode()
-            with fake_mode:
-                fake = OPERATOR(*(fake_mode.from_tensor(t) if isinstance(t, torch.Tensor) else t for t in call))
-            assert [facts(f) for f in fake] == [facts(r) for r in real]
+            assert_fake_like_real(OPERATOR, tuple(call))
 
 
 def around(q, k, w, ks, ke, topk, candidates, emit, most, block_size, topk_blocks):
@@ -68,14 +61,11 @@ def around(q, k, w, ks, ke, topk, candidates, emit, most, block_size, topk_block
 
 def compile_and_compare(mode, backend, counts, **options):
     """Compare with eager for documents of so many tokens; how often it was compiled."""
-    torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
-    compiled = torch.compile(around, fullgraph=True, backend=counter, **options)
-    for tokens in counts:
-        a = on_gpu.arguments((tokens, tokens // 2), mode=mode, topk=7, listed=tokens // 8 + 2)
-        for index, (got, want) in enumerate(zip(compiled(*a), around(*a), strict=True)):
-            assert_same_bytes(got, want, f"{tokens} tokens, result {index}")
-    torch._dynamo.reset()
+    with compiled(around, backend, **options) as (call, counter):
+        for tokens in counts:
+            a = on_gpu.arguments((tokens, tokens // 2), mode=mode, topk=7, listed=tokens // 8 + 2)
+            for index, (got, want) in enumerate(zip(call(*a), around(*a), strict=True)):
+                assert_same_bytes(got, want, f"{tokens} tokens, result {index}")
     return counter.frame_count
 
 
@@ -168,40 +158,29 @@ def test_deterministic_algorithms(mode):
     """PyTorch then fills what is uninitialised and refuses what is not deterministic."""
     a = on_gpu.arguments((300, 20), mode=mode, topk=60, listed=40)
     wanted = dsv41_index_topk(*a)
-    torch.use_deterministic_algorithms(True)
-    try:
+    with deterministic_algorithms():
         found = dsv41_index_topk(*a)
-    finally:
-        torch.use_deterministic_algorithms(False)
     on_gpu.assert_same(found, wanted)
 
 
-def test_another_architecture(monkeypatch):
+def test_another_architecture():
     """An error that names the device, not the definition in silence; the definition still where it is asked for."""
     a = on_gpu.arguments((300,))
     wanted = dsv41_index_topk(*a)
-    try:
-        with monkeypatch.context() as patch:
-            patch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
-            registry.refresh()
-            with pytest.raises(KernelUnavailable, match="dsv41_index_topk requires SM90, found SM80"):
-                dsv41_index_topk(*a)
-            with use_definition():
-                assert dsv41_index_topk(*a)[0].shape == (300, 5)
-    finally:
-        registry.refresh()
+    with machines.capability(8, 0):
+        with pytest.raises(KernelUnavailable, match="dsv41_index_topk requires SM90, found SM80"):
+            dsv41_index_topk(*a)
+        with use_definition():
+            assert dsv41_index_topk(*a)[0].shape == (300, 5)
     on_gpu.assert_same(dsv41_index_topk(*a), wanted)
 
 
-def test_the_definition_launches_no_kernel(monkeypatch):
-    def refuse(self):
-        raise AssertionError("a kernel was launched")
-
+def test_the_definition_launches_no_kernel():
     a = on_gpu.arguments((300,), mode="both")
-    monkeypatch.setattr(launcher.Launch, "run", refuse)
-    on_gpu.definition(a)
-    with pytest.raises(AssertionError, match="was launched"):
-        dsv41_index_topk(*a)
+    with launches.none_allowed():
+        on_gpu.definition(a)
+        with pytest.raises(AssertionError, match="was launched"):
+            dsv41_index_topk(*a)
 
 
 @pytest.mark.parametrize("on_cpu", TENSORS)

@@ -1,17 +1,18 @@
 """Which implementation the operator chooses, on machines that are pretended: fake CUDA tensors need no GPU."""
 
 import contextlib
-import importlib.metadata
 import inspect
 
 import pytest
 import torch
 from dsa_indexer_topk import launch, ops, reference
-from hopper_kernels import KernelUnavailable, registry
+from hopper_kernels import KernelUnavailable
 from hopper_kernels import reference as use_definition
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.dsa_indexer_topk import inputs
+from tests.support.implementations import assert_registered
+from tests.support.machines import triton_version
 
 HOPPER, AMPERE = "SM90 (NVIDIA H200)", "SM80 (NVIDIA A100)"
 
@@ -64,16 +65,13 @@ def test_wrong_arguments_are_reported_first(machine, ran):
         call(topk=-1)
 
 
-def test_a_triton_out_of_range_raises(machine, ran, monkeypatch):
+def test_a_triton_out_of_range_raises(machine, ran):
     machine(HOPPER)
-    installed = importlib.metadata.version
-    monkeypatch.setattr(importlib.metadata, "version", lambda one: "2.3" if one == "triton" else installed(one))
-    registry.refresh()
-    try:
-        with pytest.raises(KernelUnavailable, match=r"^dsa_indexer_topk requires triton.*, found 2\.3"):
-            call()
-    finally:
-        registry.refresh()
+    with (
+        triton_version("2.3"),
+        pytest.raises(KernelUnavailable, match=r"^dsa_indexer_topk requires triton.*, found 2\.3"),
+    ):
+        call()
     assert not ran
 
 
@@ -115,12 +113,7 @@ def test_the_definition_on_a_gpu_waits_for_nothing(machine):
 
 
 def test_the_operator_is_registered():
-    for key in ("CPU", "CUDA", "Meta", "Autograd"):
-        assert torch._C._dispatch_has_kernel_for_dispatch_key("dsa_indexer_topk::dsv41_index_topk", key)
-    operator = torch.ops.dsa_indexer_topk.dsv41_index_topk.default
-    assert torch.Tag.pt2_compliant_tag in operator.tags
-    assert not operator._schema.is_mutable
-    assert all(returned.alias_info is None for returned in operator._schema.returns)
+    assert_registered(torch.ops.dsa_indexer_topk.dsv41_index_topk)
 
 
 def test_the_schema_is_the_published_one():

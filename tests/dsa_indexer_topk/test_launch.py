@@ -1,7 +1,5 @@
 """What the host side launches, with which tensors, on CPU tensors: the launches are recorded and not run."""
 
-import contextlib
-
 import pytest
 import torch
 from dsa_indexer_topk import arguments, launch, plan
@@ -10,6 +8,7 @@ from torch import Tensor
 
 from tests.dsa_indexer_topk import inputs
 from tests.dsa_indexer_topk.inputs import MODES
+from tests.support.launches import assert_compiled_ahead, current_tensors
 
 selection = pytest.importorskip("dsa_indexer_topk.kernels.selection")
 
@@ -198,15 +197,7 @@ def test_workspace_of_the_published_shape():
 @pytest.mark.parametrize("entries", [40, LONG])
 def test_launches_are_on_the_device_of_the_operands(mode, entries, monkeypatch):
     """And the assertion that candidates are unique, after them."""
-    entered, seen = [], []
-
-    @contextlib.contextmanager
-    def device_of(tensor):
-        entered.append(tensor)
-        yield
-        entered.pop()
-
-    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    entered, seen = current_tensors(monkeypatch), []
     monkeypatch.setattr(Launch, "run", lambda one: seen.append((name(one), entered[-1] if entered else None)))
     monkeypatch.setattr(torch, "_assert_async", lambda flag, text: seen.append((text, entered[-1] if entered else 0)))
     a = few_queries(entries, mode)
@@ -271,14 +262,6 @@ def test_numbers_beyond_32_bits_stay_out_of_range(launches):
     assert scores.shape == (3, 16)
 
 
-def compiled_for(one):
-    """What a compilation depends on."""
-    kinds = [
-        (t.base.dtype, *t.block_shape) if hasattr(t, "block_shape") else getattr(t, "dtype", type(t)) for t in one.args
-    ]
-    return one.kernel.__name__, tuple(kinds), tuple(sorted(one.options.items()))
-
-
 def test_what_is_compiled_ahead_is_what_a_model_launches(launches):
     """All modes, for short and long documents, weights in either dtype: nothing else, and nothing in vain."""
     for mode in MODES:
@@ -287,10 +270,7 @@ def test_what_is_compiled_ahead_is_what_a_model_launches(launches):
             a = a._replace(candidates=None if a.candidates is None else a.candidates.repeat(1, 300))
             for w in (a.w, a.w.float()):
                 launch.index_topk(*a._replace(w=w))
-    wanted = {compiled_for(one) for one in launches}
-    found = [compiled_for(variant.compile.__self__) for variant in launch.variants()]
-    assert len(set(found)) == len(found)
-    assert set(found) == wanted
+    assert_compiled_ahead(launch.variants(), launches)
 
 
 def test_the_kernels_know_the_constants_of_the_plan():

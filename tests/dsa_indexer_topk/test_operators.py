@@ -12,8 +12,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from tests.dsa_indexer_topk import inputs
 from tests.dsa_indexer_topk.inputs import MODES, Arguments
-from tests.support.compare import assert_same_bytes
-from tests.support.device import repeat_bytes
+from tests.support.compare import assert_same_bytes, unchanged
+from tests.support.device import deterministic_algorithms, other_defaults, repeat_bytes
 
 each_mode = pytest.mark.parametrize("mode", MODES)
 TENSORS = ("q", "k", "w", "ks", "ke", "candidates")
@@ -120,20 +120,15 @@ def test_repeats_and_the_reference_context_change_nothing(mode):
 def test_deterministic_algorithms(mode):
     a = inputs.arguments(DOCUMENTS, mode=mode)
     wanted = dsv41_index_topk(*a)
-    torch.use_deterministic_algorithms(True)
-    try:
+    with deterministic_algorithms():
         same(dsv41_index_topk(*a), wanted)
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 @each_mode
 def test_inputs_are_not_modified(mode):
     a = inputs.arguments(DOCUMENTS, mode=mode)
-    before = [t.clone() if isinstance(t, torch.Tensor) else t for t in a]
-    dsv41_index_topk(*a)
-    for got, want in zip(a, before, strict=True):
-        assert torch.equal(got, want) if isinstance(got, torch.Tensor) else got == want
+    with unchanged(a):
+        dsv41_index_topk(*a)
 
 
 @each_mode
@@ -149,12 +144,8 @@ def test_autocast_changes_nothing(mode, dtype):
 def test_other_default_device_and_dtype(mode):
     a = inputs.arguments(DOCUMENTS, mode=mode)
     wanted = dsv41_index_topk(*a)
-    torch.set_default_dtype(torch.float64)
-    try:
-        with torch.device("meta"):
-            same(dsv41_index_topk(*a), wanted)
-    finally:
-        torch.set_default_dtype(torch.float32)
+    with other_defaults():
+        same(dsv41_index_topk(*a), wanted)
 
 
 @each_mode

@@ -3,51 +3,40 @@
 import re
 
 import pytest
-from hopper_kernels import precompile
 
-from tests.support.ptx import barriers_and_stores
+from tests.support.ptx import (
+    ASYNC_FENCE,
+    arrivals,
+    assert_barriers_fenced_before_tma,
+    assert_nothing_stored_over_barriers,
+    ptx_of,
+)
 
 pytest.importorskip("triton")
-ASYNC_FENCE = "fence.proxy.async"
 ADDITION = "red.relaxed.gpu.global.add.v4.f32"
-
-
-def assemblies_of(prefix: str) -> dict[str, str]:
-    """PTX by variant, compiled for SM90 on any machine."""
-    variants = [v for v in precompile.variants_of("dsa_sparse_attn_bwd") if v.name.startswith(prefix)]
-    with precompile.compile_only_driver():
-        return {variant.name: variant.compile().asm["ptx"] for variant in variants}
 
 
 @pytest.fixture(scope="module")
 def gradients():
-    return assemblies_of("gradients")
+    """PTX by variant, compiled for SM90 on any machine."""
+    return ptx_of("dsa_sparse_attn_bwd", "gradients")
 
 
 @pytest.fixture(scope="module")
 def passes():
     """The kernels before and after the products."""
-    return {name: text for kind in ("prepare", "add", "finish") for name, text in assemblies_of(kind).items()}
+    return ptx_of("dsa_sparse_attn_bwd", ("prepare", "add", "finish"))
 
 
 def test_barriers_are_fenced_before_tma_meets_them(gradients):
     """Else the copies may not see that they were initialised; all threads meet before the specialised warps start."""
     assert len(gradients) == 6
-    for name, text in gradients.items():
-        setup = text[text.rindex("mbarrier.init") :]
-        before, rest = setup.split("cp.async.bulk.tensor", 1)
-        assert ASYNC_FENCE in before, name
-        assert "bar.sync" in before[before.index(ASYNC_FENCE) :], name
-        assert "barrier.sync" in rest, name  # what the other warps wait for
+    assert_barriers_fenced_before_tma(gradients)
 
 
 def test_nothing_is_stored_over_a_barrier(gradients):
     """Not even one that is no longer used: the compiler gives its memory to what it passes to other warps."""
-    for name, text in gradients.items():
-        barriers, stores = barriers_and_stores(text)
-        assert len(barriers) == text.count("mbarrier.init"), name
-        assert stores, name
-        assert not any(at - 8 < place < at + 8 for place in stores for at in barriers), name
+    assert_nothing_stored_over_barriers(gradients)
 
 
 def test_what_threads_wrote_is_fenced_before_products_read_it(gradients):
@@ -65,10 +54,9 @@ def test_what_threads_wrote_is_fenced_before_products_read_it(gradients):
 def test_threads_meet_before_one_of_them_arrives_for_all(gradients):
     """An arrival tells other warps that this warpgroup has read, or written, shared memory: all of its threads."""
     for name, text in gradients.items():
-        arrivals = [match.start() for match in re.finditer(r"mbarrier\.arrive\.shared", text)]
-        assert arrivals, name
-        for arrival in arrivals:
-            between = text[text.rfind("bar.sync", 0, arrival) : arrival]
+        found = list(arrivals(text))
+        assert found, name
+        for _, between in found:
             assert not re.search(r"(ld|st)\.shared|try_wait|wgmma", between), name
 
 

@@ -2,23 +2,17 @@
 
 import re
 
-import hopper_kernels
 import pytest
 import torch
 from dsa_sparse_attn_bwd import arguments, dsa_sparse_attn_backward, launch, unsupported_shape_reason
-from hopper_kernels import launcher, registry
 
 from tests.dsa_sparse_attn_bwd import inputs, on_gpu
 from tests.dsa_sparse_attn_bwd.on_gpu import CHANNELS, DEVICE, MODES
-from tests.support.process import output_of, start_python
+from tests.support import installed, launches
 
 pytestmark = pytest.mark.gpu
 
-COMMAND = "import sys; from hopper_kernels.cli import main; sys.exit(main(sys.argv[1:]))"
-AVAILABILITY = """
-import hopper_kernels, torch
-print(hopper_kernels.is_available("dsa_sparse_attn_bwd"))
-print(hopper_kernels.unavailable_reason("dsa_sparse_attn_bwd"))
+FINITE = """
 from dsa_sparse_attn_bwd import sparse_attn_backward_flat
 from tests.dsa_sparse_attn_bwd import inputs
 print(sum(r.isfinite().all().item() for r in sparse_attn_backward_flat(**inputs.small().flat())))
@@ -41,47 +35,29 @@ torch.cuda.synchronize()
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_check():
-    output = output_of(start_python(COMMAND, "check", "dsa_sparse_attn_bwd"), timeout=230)
-    found = [line for line in output.splitlines() if line.startswith("dsa_sparse_attn_bwd ")]
-    assert found
-    assert all("SM90 kernel" in row and row.endswith(" ok") for row in found), output
+    installed.assert_check_passes("dsa_sparse_attn_bwd", seconds=230)
 
 
 def test_status():
-    output = output_of(start_python(COMMAND, "status"))
-    found = [line.split()[-1] for line in output.splitlines() if line.startswith("dsa_sparse_attn_bwd ")]
-    assert found == ["available"]
+    installed.assert_status_available("dsa_sparse_attn_bwd")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_precompile_fills_the_cache(tmp_path):
     """The variants then are on disk, and a process that runs a model compiles nothing."""
-    process = start_python(COMMAND, "precompile", "dsa_sparse_attn_bwd", TRITON_CACHE_DIR=str(tmp_path))
-    found = [line for line in output_of(process, 170).splitlines() if line.startswith("dsa_sparse_attn_bwd ")]
-    assert len(found) == len(launch.variants())
-    compiled = set(tmp_path.rglob("*.cubin"))
-    assert len(compiled) == len(found)
-    output_of(start_python(CALLS, TRITON_CACHE_DIR=str(tmp_path)), 60)
-    assert sorted(path.name for path in set(tmp_path.rglob("*.cubin")) - compiled) == []
+    installed.precompile("dsa_sparse_attn_bwd", len(launch.variants()), tmp_path)
+    installed.assert_compiles_nothing(CALLS, tmp_path)
 
 
 def test_available():
-    assert hopper_kernels.is_available("dsa_sparse_attn_bwd") is True
-    assert hopper_kernels.unavailable_reason("dsa_sparse_attn_bwd") is None
-    assert registry.is_available("dsa_sparse_attn_bwd", torch.cuda.current_device())
-    found = hopper_kernels.load("dsa_sparse_attn_bwd").dsa_sparse_attn_backward
-    assert found is dsa_sparse_attn_backward
-    assert not hopper_kernels.is_available("dsa_sparse_attn_bwd", "cpu")
+    package = installed.assert_available("dsa_sparse_attn_bwd")
+    assert package.dsa_sparse_attn_backward is dsa_sparse_attn_backward
 
 
 def test_no_visible_device():
     """The package imports and computes on the CPU, and the registry says what is missing."""
-    process = start_python(AVAILABILITY, CUDA_VISIBLE_DEVICES="")
-    available, reason, finite = output_of(process).splitlines()
-    assert available == "False"
-    assert "none is visible" in reason
-    assert finite == "3"
+    assert installed.printed_without_a_device("dsa_sparse_attn_bwd", FINITE) == "3"
 
 
 @pytest.mark.parametrize("heads", [1, 8, *arguments.HEADS, 48, 256])
@@ -110,33 +86,17 @@ def calls(queries):
                     on_gpu.assert_exact(call, deterministic)
 
 
-def test_later_launches_do_without_tritons_own(monkeypatch):
+def test_later_launches_do_without_tritons_own():
     """Once compiled, no call goes through Triton's look at every argument; other sizes and strides included."""
-    from triton.runtime.jit import JITFunction
-
-    def refuse(*args, **options):
-        raise AssertionError("a launch went through Triton's own")
-
-    calls(50)
-    monkeypatch.setattr(JITFunction, "run", refuse)
-    for queries in (50, 33, 1, 300):
-        calls(queries)
-    launcher._compiled.clear()
-    with pytest.raises(AssertionError, match="went through"):
-        calls(50)
+    launches.assert_later_ones_do_without_triton(calls, first=[50], later=[33, 1, 300, 50])
 
 
 @pytest.mark.parametrize("heads", arguments.HEADS)
-def test_both_ways_of_launching_give_the_same_bits(heads, monkeypatch):
-    from triton.runtime.jit import JITFunction
-
+def test_both_ways_of_launching_give_the_same_bits(heads):
     t = on_gpu.whole(133, 70, heads=heads)
     made = [(call, mode) for call in (t, inputs.with_tail(t, 64)) for mode in MODES.values()]
     fast = [on_gpu.assert_exact(*call) for call in made]
-    count = []
-    run = JITFunction.run
-    monkeypatch.setattr(JITFunction, "run", lambda *args, **options: count.append(1) or run(*args, **options))
-    monkeypatch.setattr(launcher.Launch, "_key", lambda self: (None, []))
-    for call, wanted in zip(made, fast, strict=True):
-        on_gpu.assert_same(on_gpu.flat(*call), wanted, ordered=True)
-    assert len(count) == 2 * 3 + 2 * 4
+    with launches.through_triton() as seen:
+        for call, wanted in zip(made, fast, strict=True):
+            on_gpu.assert_same(on_gpu.flat(*call), wanted, ordered=True)
+    assert len(seen) == 2 * 3 + 2 * 4

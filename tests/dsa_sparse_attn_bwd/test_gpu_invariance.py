@@ -1,6 +1,6 @@
 """The same bits in every run, for any queries of a call, any memory, stream, graph, device; memory; no waiting."""
 
-import gc
+from functools import partial
 
 import pytest
 import torch
@@ -9,10 +9,18 @@ from dsa_sparse_attn_bwd import arguments, dsa_sparse_attn_backward, launch, pla
 from tests.dsa_sparse_attn_bwd import inputs, judge, on_gpu
 from tests.dsa_sparse_attn_bwd.inputs import NAMES
 from tests.dsa_sparse_attn_bwd.on_gpu import CHANNELS, DEVICE, MODES
-from tests.support import memory
-from tests.support.compare import assert_same_bytes
-from tests.support.device import capture, no_sync, repeat_bytes, side_stream
-from tests.support.process import output_of, start_python
+from tests.support import first_call, memory
+from tests.support.compare import assert_same_bytes, unchanged
+from tests.support.device import (
+    assert_same_at_once,
+    capture,
+    deterministic_algorithms,
+    no_sync,
+    nothing_allocated,
+    other_device,
+    repeat_bytes,
+    side_stream,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -25,22 +33,11 @@ each_shape = pytest.mark.parametrize("shape", list(SHAPES.values()), ids=list(SH
 CAPTURE_FIRST = """
 import sys, torch
 from tests.dsa_sparse_attn_bwd import on_gpu
+from tests.support import first_call
 torch.manual_seed(0)
 t, deterministic = on_gpu.whole(133, 70), sys.argv[1] == "True"
 expected = on_gpu.definition(t)
-torch.cuda.synchronize()
-graph = torch.cuda.CUDAGraph()
-try:
-    with torch.cuda.graph(graph):
-        found = on_gpu.flat(t, deterministic)
-except Exception as error:
-    assert "captur" in str(error), f"the error must mention the capture: {type(error).__name__}: {error}"
-    print("refused")
-else:
-    graph.replay()
-    torch.cuda.synchronize()
-    on_gpu.assert_equal(found, expected)
-    print("works")
+first_call.capture(lambda: on_gpu.flat(t, deterministic), lambda found: on_gpu.assert_equal(found, expected))
 """
 
 
@@ -70,12 +67,9 @@ def test_deterministic_algorithms_ask_for_one_order(shape):
     """PyTorch also fills what is uninitialised then."""
     t = on_gpu.operands(*shape)
     wanted = on_gpu.flat(t, True)
-    torch.use_deterministic_algorithms(True)
-    try:
+    with deterministic_algorithms():
         found = repeat_bytes(lambda: on_gpu.flat(t), 5)
         again = on_gpu.batched(t, False)
-    finally:
-        torch.use_deterministic_algorithms(False)
     on_gpu.assert_same(found, wanted, ordered=True)
     on_gpu.assert_same(again, wanted, ordered=True)
 
@@ -243,11 +237,9 @@ def test_the_stride_of_an_axis_of_length_1(stride, deterministic):
 @each_shape
 def test_inputs_are_not_modified(shape, deterministic):
     t = inputs.with_tail(on_gpu.operands(*shape), 64)
-    before = {name: v.clone() for name, v in t.tensors().items()}
-    on_gpu.flat(t, deterministic)
-    on_gpu.batched(t, deterministic)
-    for name, v in t.tensors().items():
-        assert_same_bytes(v, before[name], name)
+    with unchanged(t):
+        on_gpu.flat(t, deterministic)
+        on_gpu.batched(t, deterministic)
 
 
 @each_mode
@@ -305,44 +297,29 @@ def test_graph(shape, deterministic):
 @each_mode
 def test_first_call_in_a_capture(deterministic, tmp_path):
     """A process that compiles, loads and launches inside a capture gets right gradients or a clear error."""
-    process = start_python(CAPTURE_FIRST, str(deterministic), TRITON_CACHE_DIR=str(tmp_path))
-    assert output_of(process, timeout=100).splitlines()[-1] in ("works", "refused")
+    first_call.assert_captured_or_refused(CAPTURE_FIRST, str(deterministic), folder=tmp_path)
 
 
 @each_mode
 def test_two_streams_at_once(deterministic):
     """Each with operands and workspace of its own."""
-    calls = [on_gpu.whole(265, width) for width in (70, 200)]
-    wanted = [on_gpu.assert_exact(t, deterministic) for t in calls]
-    streams = [torch.cuda.Stream() for _ in calls]
-    torch.cuda.synchronize()
-    for _ in range(50):
-        found = []
-        for t, stream in zip(calls, streams, strict=True):
-            with torch.cuda.stream(stream):
-                found.append(on_gpu.flat(t, deterministic))
-        torch.cuda.synchronize()
-        for got, want in zip(found, wanted, strict=True):
-            on_gpu.assert_same(got, want, ordered=True)
+    operands = [on_gpu.whole(265, width) for width in (70, 200)]
+    wanted = [on_gpu.assert_exact(t, deterministic) for t in operands]
+    calls = [partial(on_gpu.flat, t, deterministic) for t in operands]
+    assert_same_at_once(calls, wanted, partial(on_gpu.assert_same, ordered=True), rounds=50)
 
 
 @each_mode
 @pytest.mark.parametrize("current", [0, 1])
 def test_second_device(current, deterministic):
     """Tensors on one device while the other is current. Nothing is allocated on that one."""
-    if torch.cuda.device_count() < 2:
-        pytest.skip("requires two CUDA devices")
+    other = other_device(current)
     t = on_gpu.operands(*SHAPES["ragged"])
     wanted = on_gpu.flat(t, deterministic)
-    there = t.each(lambda v: v.to(f"cuda:{1 - current}"))
-    torch.cuda.synchronize()
-    with torch.cuda.device(current):
-        gc.collect()
-        before = torch.cuda.memory_allocated(current)
+    there = t.each(lambda v: v.to(other))
+    with nothing_allocated(current):
         found = on_gpu.flat(there, deterministic)
-        assert torch.cuda.memory_allocated(current) == before
-        assert torch.cuda.current_device() == current
-    assert {r.device for r in found} == {torch.device("cuda", 1 - current)}
+    assert {r.device for r in found} == {other}
     on_gpu.assert_same([r.to("cuda:0") for r in found], wanted, ordered=deterministic)
 
 

@@ -2,20 +2,19 @@
 
 import pytest
 import torch
-import torch._dynamo.testing
 from dsa_sparse_attn_bwd import dsa_sparse_attn_backward, sparse_attn_backward_flat
 from hopper_kernels import KernelUnavailable, launcher, registry
 from hopper_kernels import reference as use_definition
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.dsa_sparse_attn_bwd import inputs, judge, on_gpu
 from tests.dsa_sparse_attn_bwd.inputs import Operands
 from tests.dsa_sparse_attn_bwd.on_gpu import DEVICE, MODES
+from tests.support import launches, machines
+from tests.support.tracing import UTILITIES, assert_fake_like_real, compiled, facts_of_elements
 
 pytestmark = pytest.mark.gpu
 
 OPERATOR = torch.ops.dsa_sparse_attn_bwd.dsa_sparse_attn_backward.default
-UTILITIES = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic", "test_autograd_registration")
 SHAPES = [(70, 9, 40), (1, 1, 1), (133, 70, 90), (0, 9, 40), (7, 0, 40), (7, 9, 0)]  # queries, slots, rows
 each_mode = pytest.mark.parametrize("deterministic", list(MODES.values()), ids=list(MODES))
 
@@ -34,27 +33,12 @@ def test_opcheck(shape, deterministic):
         torch.library.opcheck(OPERATOR, (*t.batched().values(), deterministic), test_utils=UTILITIES)
 
 
-def facts(t):
-    """Strides of a tensor without elements are of no consequence."""
-    return (
-        t.dtype,
-        tuple(t.shape),
-        t.stride() if t.numel() else None,
-        t.storage_offset(),
-        t.requires_grad,
-        t.device.type,
-    )
-
-
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_fake_results_are_like_the_real_ones(shape):
     for t in forms(on_gpu.whole(*shape, heads=16)):
         for sinks in (t.sinks, t.sinks.bfloat16()):
             arguments = tuple(t._replace(sinks=sinks).batched().values())
-            real, fake_mode = OPERATOR(*arguments), FakeTensorMode()
-            with fake_mode:
-                fake = OPERATOR(*(fake_mode.from_tensor(v) if isinstance(v, torch.Tensor) else v for v in arguments))
-            assert [facts(f) for f in fake] == [facts(r) for r in real]
+            assert_fake_like_real(OPERATOR, arguments, facts_of_elements)
 
 
 @each_mode
@@ -85,14 +69,11 @@ def around_flat(grad_out, q, kv, out, lse, indices, sinks, sm_scale, out_tail, d
 
 def compile_and_compare(function, backend, calls, deterministic, **options):
     """Compare with eager, bit for bit; how often it was compiled."""
-    torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
-    compiled = torch.compile(function, fullgraph=True, backend=counter, **options)
-    for t in calls:
-        given = t.batched() if function is around else t._asdict()
-        found, wanted = (f(**given, deterministic=deterministic) for f in (compiled, function))
-        on_gpu.assert_equal(found, wanted, f"{len(t.q)} queries")
-    torch._dynamo.reset()
+    with compiled(function, backend, **options) as (call, counter):
+        for t in calls:
+            given = t.batched() if function is around else t._asdict()
+            found, wanted = (f(**given, deterministic=deterministic) for f in (call, function))
+            on_gpu.assert_equal(found, wanted, f"{len(t.q)} queries")
     return counter.frame_count
 
 
@@ -188,21 +169,16 @@ def test_inside_an_autograd_function():
     judge.assert_right(tuple(leaf.grad for leaf in leaves), t._replace(grad_out=torch.ones_like(t.out)))
 
 
-def test_another_architecture(monkeypatch):
+def test_another_architecture():
     """An error that names the device, not the definition in silence; the definition still where it is asked for."""
     t = on_gpu.whole(133, 70)
     wanted = on_gpu.flat(t)
-    try:
-        with monkeypatch.context() as patch:
-            patch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
-            registry.refresh()
-            for call in (on_gpu.flat, on_gpu.batched):
-                with pytest.raises(KernelUnavailable, match="dsa_sparse_attn_backward requires SM90, found SM80"):
-                    call(t)
-            with use_definition():
-                on_gpu.assert_equal(on_gpu.flat(t), wanted)
-    finally:
-        registry.refresh()
+    with machines.capability(8, 0):
+        for call in (on_gpu.flat, on_gpu.batched):
+            with pytest.raises(KernelUnavailable, match="dsa_sparse_attn_backward requires SM90, found SM80"):
+                call(t)
+        with use_definition():
+            on_gpu.assert_equal(on_gpu.flat(t), wanted)
     on_gpu.assert_same(on_gpu.flat(t), wanted, ordered=True)
 
 
@@ -217,16 +193,13 @@ def test_a_triton_that_the_kernels_cannot_be_built_with(monkeypatch):
     on_gpu.assert_exact(t)
 
 
-def test_the_definition_launches_no_kernel(monkeypatch):
-    def refuse(self):
-        raise AssertionError("a kernel was launched")
-
+def test_the_definition_launches_no_kernel():
     t = on_gpu.whole(133, 70)
-    monkeypatch.setattr(launcher.Launch, "run", refuse)
-    with use_definition():
-        on_gpu.assert_equal(on_gpu.flat(t), on_gpu.definition(t))
-    with pytest.raises(AssertionError, match="was launched"):
-        on_gpu.flat(t)
+    with launches.none_allowed():
+        with use_definition():
+            on_gpu.assert_equal(on_gpu.flat(t), on_gpu.definition(t))
+        with pytest.raises(AssertionError, match="was launched"):
+            on_gpu.flat(t)
 
 
 @pytest.mark.parametrize("name", [name for name in Operands._fields if name != "sm_scale"])

@@ -1,6 +1,5 @@
 """Which implementation the operator chooses, on machines that are pretended: fake CUDA tensors need no GPU."""
 
-import importlib.metadata
 import inspect
 
 import pytest
@@ -12,6 +11,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.dsa_sparse_attn_bwd import inputs
+from tests.support.device import deterministic_algorithms
+from tests.support.implementations import assert_registered
+from tests.support.machines import triton_version
 
 HOPPER, AMPERE = "SM90 (NVIDIA H200)", "SM80 (NVIDIA A100)"
 OPERATOR = torch.ops.dsa_sparse_attn_bwd.dsa_sparse_attn_backward
@@ -61,11 +63,8 @@ def test_sm90_launches(hopper, ran):
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("algorithms", [False, True])
 def test_deterministic_by_argument_or_by_pytorchs_flag(deterministic, algorithms, hopper, ran):
-    torch.use_deterministic_algorithms(algorithms)
-    try:
+    with deterministic_algorithms(algorithms):
         call(deterministic=deterministic)
-    finally:
-        torch.use_deterministic_algorithms(False)
     ((_, (*_, ordered)),) = ran
     assert ordered is (deterministic or algorithms)
 
@@ -98,16 +97,13 @@ def test_wrong_arguments_are_reported_first(card, machine, ran):
 
 
 @pytest.mark.parametrize("version", ["2.3", "3.5.1", "3.10.0"])
-def test_a_triton_out_of_range_raises(version, machine, ran, monkeypatch):
+def test_a_triton_out_of_range_raises(version, machine, ran):
     machine(HOPPER)
-    installed = importlib.metadata.version
-    monkeypatch.setattr(importlib.metadata, "version", lambda one: version if one == "triton" else installed(one))
-    registry.refresh()
-    try:
-        with pytest.raises(KernelUnavailable, match=rf"^dsa_sparse_attn_bwd requires triton.*, found {version}"):
-            call()
-    finally:
-        registry.refresh()
+    with (
+        triton_version(version),
+        pytest.raises(KernelUnavailable, match=rf"^dsa_sparse_attn_bwd requires triton.*, found {version}"),
+    ):
+        call()
     assert not ran
 
 
@@ -135,13 +131,8 @@ def test_results_have_the_dtypes_of_the_operands(machine, ran):
 
 
 def test_the_operator_is_registered():
-    for key in ("CPU", "CUDA", "Meta", "Autograd"):
-        assert torch._C._dispatch_has_kernel_for_dispatch_key("dsa_sparse_attn_bwd::dsa_sparse_attn_backward", key)
-    operator = OPERATOR.default
-    assert dsa_sparse_attn_backward._opoverload is operator
-    assert torch.Tag.pt2_compliant_tag in operator.tags
-    assert not operator._schema.is_mutable
-    assert all(returned.alias_info is None for returned in operator._schema.returns)
+    assert_registered(OPERATOR)
+    assert dsa_sparse_attn_backward._opoverload is OPERATOR.default
 
 
 def test_the_schema_is_the_published_one():

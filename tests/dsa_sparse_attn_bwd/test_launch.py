@@ -1,7 +1,5 @@
 """What the host side launches, with which tensors, on CPU tensors: launches are recorded, or emulated."""
 
-import contextlib
-
 import pytest
 import torch
 from dsa_sparse_attn_bwd import arguments, launch, plan, reference
@@ -12,6 +10,7 @@ from torch import Tensor
 from tests.dsa_sparse_attn_bwd import emulated, inputs
 from tests.dsa_sparse_attn_bwd.inputs import NAMES
 from tests.support.compare import assert_same_bytes, error64
+from tests.support.launches import assert_compiled_ahead, current_tensors
 
 gradients = pytest.importorskip("dsa_sparse_attn_bwd.kernels.gradients")
 passes = pytest.importorskip("dsa_sparse_attn_bwd.kernels.passes")
@@ -301,28 +300,12 @@ def test_queries_at_a_time(monkeypatch):
 
 @each_mode
 def test_launches_are_on_the_device_of_the_operands(ordered, monkeypatch):
-    entered, seen = [], []
-
-    @contextlib.contextmanager
-    def device_of(tensor):
-        entered.append(tensor)
-        yield
-        entered.pop()
-
-    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    entered, seen = current_tensors(monkeypatch), []
     monkeypatch.setattr(Launch, "run", lambda one: seen.append(entered[-1] if entered else None))
     t = inputs.small()
     launch.backward(*t, ordered)
     assert len(seen) == 3 + ordered
     assert all(current is t.q for current in seen)
-
-
-def compiled_for(one):
-    """What a compilation depends on."""
-    kinds = [
-        (t.base.dtype, *t.block_shape) if hasattr(t, "block_shape") else getattr(t, "dtype", type(t)) for t in one.args
-    ]
-    return one.kernel.__name__, tuple(kinds), tuple(sorted(one.options.items()))
 
 
 def test_what_is_compiled_ahead_is_what_a_model_launches(launches):
@@ -333,11 +316,8 @@ def test_what_is_compiled_ahead_is_what_a_model_launches(launches):
             t = t if tail is None else inputs.with_tail(t, tail)
             for ordered in (False, True):
                 launch.backward(*t, ordered)
-    wanted = {compiled_for(one) for one in launches}
     variants = launch.variants()
-    found = [compiled_for(variant.compile.__self__) for variant in variants]
-    assert len(set(found)) == len(found)
-    assert set(found) == wanted
+    assert_compiled_ahead(variants, launches)
     assert len({variant.name for variant in variants}) == len(variants)
 
 

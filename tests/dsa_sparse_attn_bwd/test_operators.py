@@ -9,8 +9,8 @@ from hopper_kernels import reference as use_definition
 
 from tests.dsa_sparse_attn_bwd import inputs
 from tests.dsa_sparse_attn_bwd.inputs import NAMES, Operands, assert_near, assert_same
-from tests.support.compare import assert_same_bytes, error64
-from tests.support.device import repeat_bytes
+from tests.support.compare import assert_same_bytes, error64, unchanged
+from tests.support.device import deterministic_algorithms, other_defaults, repeat_bytes
 
 SHAPES = [(5, 9, 7), (1, 1, 1), (4, 0, 3), (3, 4, 0), (0, 3, 5)]  # queries, slots, rows
 DIFFERENTIABLE = ("grad_out", "q", "kv", "out", "lse", "sinks")
@@ -199,10 +199,8 @@ def test_other_scales(call):
 @each_form
 def test_inputs_are_not_modified(call):
     t = inputs.with_tail(inputs.small(), 64)
-    before = t.each(torch.clone)
-    call(t)
-    for name, value in t.tensors().items():
-        assert_same_bytes(value, getattr(before, name), name)
+    with unchanged(t):
+        call(t)
 
 
 @each_form
@@ -216,17 +214,10 @@ def test_nothing_else_changes_the_bits(call):
         (sparse_attn_backward_flat, t.flat()) if call is flat else (dsa_sparse_attn_backward, t.batched())
     )
     assert_same(function(**arguments, deterministic=True), wanted)
-    torch.use_deterministic_algorithms(True)
-    try:
+    with deterministic_algorithms():
         assert_same(call(t), wanted)
-    finally:
-        torch.use_deterministic_algorithms(False)
-    torch.set_default_dtype(torch.float64)
-    try:
-        with torch.device("meta"):
-            assert_same(call(t), wanted)
-    finally:
-        torch.set_default_dtype(torch.float32)
+    with other_defaults():
+        assert_same(call(t), wanted)
 
 
 @each_form

@@ -2,13 +2,14 @@
 
 import pytest
 import torch
-import torch._dynamo.testing
 from fp8_dual_cast import fp8_dual_cast, per_token_cast, per_token_cast_transposed
-from hopper_kernels import KernelUnavailable, reference, registry
+from hopper_kernels import KernelUnavailable, reference
 from torch.utils.checkpoint import checkpoint
 
 from tests.fp8_dual_cast import inputs, on_gpu
+from tests.support import launches, machines
 from tests.support.compare import assert_same_bytes
+from tests.support.tracing import assert_fake_like_real, compiled
 
 pytestmark = pytest.mark.gpu
 
@@ -34,20 +35,13 @@ def test_opcheck():
 
 def test_fake_results_are_like_the_real_ones():
     """Shape, dtype, device, strides and offset, for many token counts."""
-    mode = torch._subclasses.FakeTensorMode()
     for tokens in (0, 1, 2, 3, 4, 5, 127, 128, 129, 1000):
         for operator, args in (
             (OPERATORS.dual_cast, (False, None, None, 0, True)),
             (OPERATORS.row_cast, (False,)),
             (OPERATORS.column_cast, (False,)),
         ):
-            x = on_gpu.matrix(tokens, 256)
-            with mode:
-                fakes = operator(mode.from_tensor(x), *args)
-            for fake, real in zip(fakes, operator(x, *args), strict=True):
-                for what in ("shape", "dtype", "device"):
-                    assert getattr(fake, what) == getattr(real, what)
-                assert (fake.stride(), fake.storage_offset()) == (real.stride(), real.storage_offset())
+            assert_fake_like_real(operator, (on_gpu.matrix(tokens, 256), *args))
 
 
 def step(x, cos_sin_cache, position_ids):
@@ -59,17 +53,14 @@ def step(x, cos_sin_cache, position_ids):
 
 def compile_and_compare(backend, token_counts):
     """Compare the compiled step with eager for each token count; how often it was compiled."""
-    torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
-    compiled = torch.compile(step, fullgraph=True, backend=counter)
     table = inputs.cos_sin_cache(301, 64).to(on_gpu.DEVICE)
-    for tokens in token_counts:
-        x = on_gpu.matrix(tokens, 256)
-        positions = torch.randint(301, (tokens,), device=on_gpu.DEVICE)
-        expected = step(x, table, positions)
-        for index, (got, want) in enumerate(zip(compiled(x, table, positions), expected, strict=True)):
-            assert_same_bytes(got, want, f"{tokens} tokens, result {index}")
-    torch._dynamo.reset()
+    with compiled(step, backend) as (call, counter):
+        for tokens in token_counts:
+            x = on_gpu.matrix(tokens, 256)
+            positions = torch.randint(301, (tokens,), device=on_gpu.DEVICE)
+            expected = step(x, table, positions)
+            for index, (got, want) in enumerate(zip(call(x, table, positions), expected, strict=True)):
+                assert_same_bytes(got, want, f"{tokens} tokens, result {index}")
     return counter.frame_count
 
 
@@ -134,40 +125,29 @@ def test_mixed_devices(on_cpu):
         fp8_dual_cast(**arguments)
 
 
-def test_another_architecture(monkeypatch):
+def test_another_architecture():
     """An error that names the device, not the definition in silence; the definition still where it is asked for."""
     x = on_gpu.matrix(130, 256)
     expected = fp8_dual_cast(x)
-    try:
-        with monkeypatch.context() as patch:
-            patch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
-            registry.refresh()
-            for call in (fp8_dual_cast, per_token_cast, per_token_cast_transposed):
-                with pytest.raises(KernelUnavailable, match=f"{call.__name__} requires SM90, found SM80"):
-                    call(x)
-            with reference():
-                on_gpu.assert_dual(fp8_dual_cast(x), expected, "definition")
-    finally:
-        registry.refresh()
+    with machines.capability(8, 0):
+        for call in (fp8_dual_cast, per_token_cast, per_token_cast_transposed):
+            with pytest.raises(KernelUnavailable, match=f"{call.__name__} requires SM90, found SM80"):
+                call(x)
+        with reference():
+            on_gpu.assert_dual(fp8_dual_cast(x), expected, "definition")
     on_gpu.assert_dual(fp8_dual_cast(x), expected, "kernel")
 
 
-def test_reference_runs_the_definition(monkeypatch):
+def test_reference_runs_the_definition():
     """Inside `reference()` nothing is launched by this package; the bytes are the kernel's."""
-    from fp8_dual_cast import launch
-
     x = on_gpu.matrix(130, 256)
     options = on_gpu.rotation(130, 64, 32)
     expected = fp8_dual_cast(x, **options)
-
-    def refuse(self):
-        raise AssertionError("a kernel was launched")
-
-    monkeypatch.setattr(launch.Launch, "run", refuse)
-    with reference():
-        on_gpu.assert_dual(fp8_dual_cast(x, **options), expected, "definition")
-    with pytest.raises(AssertionError, match="was launched"):
-        fp8_dual_cast(x, **options)
+    with launches.none_allowed():
+        with reference():
+            on_gpu.assert_dual(fp8_dual_cast(x, **options), expected, "definition")
+        with pytest.raises(AssertionError, match="was launched"):
+            fp8_dual_cast(x, **options)
 
 
 class CastGradient(torch.autograd.Function):

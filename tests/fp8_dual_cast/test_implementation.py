@@ -1,17 +1,18 @@
 """Which implementation the operators choose, on machines that are pretended: fake CUDA tensors need no GPU."""
 
 import contextlib
-import importlib.metadata
 
 import pytest
 import torch
 from fp8_dual_cast import launch, ops
-from hopper_kernels import KernelUnavailable, registry
+from hopper_kernels import KernelUnavailable
 from hopper_kernels import reference as use_definition
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.fp8_dual_cast import inputs
 from tests.support.compare import assert_same_bytes
+from tests.support.implementations import assert_registered
+from tests.support.machines import triton_version
 
 CALLS = {
     "fp8_dual_cast": ("dual_cast", lambda x: ops._dual_cast(x, True, None, None, 64, False)),
@@ -59,16 +60,14 @@ def test_another_card_raises(name, launcher, call, machine, launched):
 
 
 @each_call
-def test_a_triton_out_of_range_raises(name, launcher, call, machine, launched, monkeypatch):
+def test_a_triton_out_of_range_raises(name, launcher, call, machine, launched):
     machine("SM90 (NVIDIA H200)")
-    installed = importlib.metadata.version
-    monkeypatch.setattr(importlib.metadata, "version", lambda one: "2.3" if one == "triton" else installed(one))
-    registry.refresh()
-    try:
-        with FakeTensorMode(), pytest.raises(KernelUnavailable, match=r"^fp8_dual_cast requires triton.*, found 2\.3"):
-            call(cuda_matrix())
-    finally:
-        registry.refresh()
+    with (
+        triton_version("2.3"),
+        FakeTensorMode(),
+        pytest.raises(KernelUnavailable, match=r"^fp8_dual_cast requires triton.*, found 2\.3"),
+    ):
+        call(cuda_matrix())
     assert not launched
 
 
@@ -93,12 +92,7 @@ def test_a_cpu_tensor_runs_the_definition(name, launcher, call, machine, launche
 
 @each_call
 def test_the_operator_is_registered_for_cuda(name, launcher, call):
-    for key in ("CPU", "CUDA", "Meta"):
-        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"fp8_dual_cast::{launcher}", key)
-    operator = getattr(torch.ops.fp8_dual_cast, launcher).default
-    assert torch.Tag.pt2_compliant_tag in operator.tags
-    assert not operator._schema.is_mutable
-    assert all(returned.alias_info is None for returned in operator._schema.returns)
+    assert_registered(getattr(torch.ops.fp8_dual_cast, launcher), keys=("CPU", "CUDA", "Meta"))
 
 
 def test_what_is_read_in_place():

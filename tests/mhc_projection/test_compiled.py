@@ -3,20 +3,16 @@
 import re
 
 import pytest
-from hopper_kernels import precompile
 
-from tests.support.ptx import barriers_and_stores
+from tests.support.ptx import ASYNC_FENCE, barriers_and_stores, ptx_of
 
 pytest.importorskip("triton")
-ASYNC_FENCE = "fence.proxy.async"
 
 
 @pytest.fixture(scope="module")
 def ptx():
     """The PTX of the projection's kernels by variant, compiled for SM90 on any machine."""
-    variants = [v for v in precompile.variants_of("mhc_projection") if v.name.startswith("projection")]
-    with precompile.compile_only_driver():
-        return {variant.name: variant.compile().asm["ptx"] for variant in variants}
+    return ptx_of("mhc_projection", "projection")
 
 
 def test_barriers_are_fenced_before_tma_meets_them(ptx):

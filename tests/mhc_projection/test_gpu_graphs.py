@@ -6,9 +6,16 @@ from mhc_projection import hyper_connection
 
 from tests.mhc_projection import inputs, on_gpu
 from tests.mhc_projection.inputs import Operands
-from tests.support import memory
-from tests.support.device import capture, no_sync, side_stream
-from tests.support.process import output_of, start_python
+from tests.support import first_call
+from tests.support.device import (
+    capture,
+    deterministic_algorithms,
+    halves_on_two_streams,
+    no_sync,
+    nothing_allocated,
+    other_device,
+    side_stream,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -16,23 +23,12 @@ NAMES = ("mixes", *on_gpu.CONNECTION, "streams")
 CAPTURE_FIRST = """
 import torch
 from tests.mhc_projection import on_gpu
+from tests.support import first_call
 torch.manual_seed(0)
 t = on_gpu.operands(300, 4, 72)
 c = on_gpu.cotangents(t, *on_gpu.CONNECTION, "streams")
 expected = on_gpu.exact(t, c)
-torch.cuda.synchronize()
-graph = torch.cuda.CUDAGraph()
-try:
-    with torch.cuda.graph(graph):
-        found = on_gpu.connection(t, c)
-except Exception as error:
-    assert "captur" in str(error), f"the error must mention the capture: {type(error).__name__}: {error}"
-    print("refused")
-else:
-    graph.replay()
-    torch.cuda.synchronize()
-    on_gpu.assert_accurate(found, expected, t)
-    print("works")
+first_call.capture(lambda: on_gpu.connection(t, c), lambda found: on_gpu.assert_accurate(found, expected, t))
 """
 
 
@@ -71,20 +67,13 @@ def test_forward_and_backward_on_different_streams():
     c = on_gpu.cotangents(t, *on_gpu.CONNECTION)
     wanted = on_gpu.connection(t, c)
     late = t._replace(x=torch.full_like(t.x, float("nan"))).requires_grad()
-    first, second = torch.cuda.Stream(), torch.cuda.Stream()
-    torch.use_deterministic_algorithms(True)
-    try:
-        torch.cuda.synchronize()
-        with torch.cuda.stream(first):
-            torch.cuda._sleep(20_000_000)
-            late.x.detach().copy_(t.x)
-            results = hyper_connection(*late, **inputs.OPTIONS)
-        second.wait_stream(first)
-        with torch.cuda.stream(second):
-            grads = torch.autograd.grad(results, late, list(c.values()))
-        torch.cuda.synchronize()
-    finally:
-        torch.use_deterministic_algorithms(False)
+
+    def forward():
+        late.x.detach().copy_(t.x)
+        return hyper_connection(*late, **inputs.OPTIONS)
+
+    with deterministic_algorithms():
+        results, grads = halves_on_two_streams(forward, lambda made: torch.autograd.grad(made, late, list(c.values())))
     found = dict(
         zip((*on_gpu.CONNECTION, *(f"grad_{name}" for name in Operands._fields)), (*results, *grads), strict=True)
     )
@@ -141,8 +130,7 @@ def test_graph_without_tokens():
 @pytest.mark.timeout(120)
 def test_first_call_in_a_capture(tmp_path):
     """A process that compiles, loads and launches inside a capture gets right numbers or a clear error."""
-    process = start_python(CAPTURE_FIRST, quit_at_once=True, TRITON_CACHE_DIR=str(tmp_path))
-    assert output_of(process, timeout=100).splitlines()[-1] in ("works", "refused")
+    first_call.assert_captured_or_refused(CAPTURE_FIRST, folder=tmp_path, quit_at_once=True)
 
 
 def test_nothing_synchronises():
@@ -160,12 +148,9 @@ def test_deterministic_mode():
     """PyTorch then fills what is uninitialised with NaN and refuses what is not deterministic."""
     args = tensors()
     expected = flat_call(*args)
-    torch.use_deterministic_algorithms(True)
-    try:
+    with deterministic_algorithms():
         assert torch.utils.deterministic.fill_uninitialized_memory
         found = flat_call(*args)
-    finally:
-        torch.use_deterministic_algorithms(False)
     assert_all(found, expected, "deterministic mode")
 
 
@@ -184,16 +169,11 @@ def test_tf32_and_reduced_precision_change_nothing():
 @pytest.mark.parametrize("current", [0, 1])
 def test_second_device(current):
     """Tensors on one device while the other is current. Nothing is allocated on that one."""
-    if torch.cuda.device_count() < 2:
-        pytest.skip("requires two CUDA devices")
+    other = other_device(current)
     args = [t.to("cuda:0") for t in tensors(300, 4, 72)]
-    there = [t.to(f"cuda:{1 - current}") for t in args]
+    there = [t.to(other) for t in args]
     expected = flat_call(*args)
-    torch.cuda.synchronize()
-    with torch.cuda.device(current):
-        before = memory.allocated(current)
+    with nothing_allocated(current):
         results = flat_call(*there)
-        assert torch.cuda.memory_allocated(current) == before
-        assert torch.cuda.current_device() == current
-    assert {t.device for t in results} == {torch.device("cuda", 1 - current)}
+    assert {t.device for t in results} == {other}
     assert_all([t.to("cuda:0") for t in results], expected, "the other device")

@@ -2,22 +2,16 @@
 
 import re
 
-import hopper_kernels
 import pytest
-import torch
-from hopper_kernels import launcher, registry
 from mhc_projection import MAX_LOGITS, hyper_connection, launch, unsupported_shape_reason
 
 from tests.mhc_projection import inputs, on_gpu
-from tests.support.process import output_of, start_python
+from tests.support import installed, launches
 
 pytestmark = pytest.mark.gpu
 
-COMMAND = "import sys; from hopper_kernels.cli import main; sys.exit(main(sys.argv[1:]))"
-AVAILABILITY = """
-import hopper_kernels, torch
-print(hopper_kernels.is_available("mhc_projection"))
-print(hopper_kernels.unavailable_reason("mhc_projection"))
+ONES = """
+import torch
 from mhc_projection import mhc_projection
 print(mhc_projection(torch.ones(3, 4, 8).bfloat16(), torch.ones(2, 32))[0].unique().tolist())
 """
@@ -35,46 +29,28 @@ torch.cuda.synchronize()
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_check():
-    output = output_of(start_python(COMMAND, "check", "mhc_projection"), timeout=170)
-    found = [line for line in output.splitlines() if line.startswith("mhc_projection ")]
-    assert found
-    assert all("SM90 kernel" in row and row.endswith(" ok") for row in found), output
+    installed.assert_check_passes("mhc_projection", seconds=170)
 
 
 def test_status():
-    output = output_of(start_python(COMMAND, "status"))
-    assert [line.split()[-1] for line in output.splitlines() if line.startswith("mhc_projection ")] == ["available"]
+    installed.assert_status_available("mhc_projection")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_precompile_fills_the_cache(tmp_path):
     """The variants then are on disk, and a process that trains compiles nothing."""
-    process = start_python(COMMAND, "precompile", "mhc_projection", TRITON_CACHE_DIR=str(tmp_path))
-    found = [line for line in output_of(process, 170).splitlines() if line.startswith("mhc_projection ")]
-    assert len(found) == len(launch.variants())
-    compiled = set(tmp_path.rglob("*.cubin"))
-    assert len(compiled) == len(found)
-    output_of(start_python(CALLS, quit_at_once=True, TRITON_CACHE_DIR=str(tmp_path)), 60)
-    assert sorted(path.name for path in set(tmp_path.rglob("*.cubin")) - compiled) == []
+    installed.precompile("mhc_projection", len(launch.variants()), tmp_path)
+    installed.assert_compiles_nothing(CALLS, tmp_path, quit_at_once=True)
 
 
 def test_available():
-    assert hopper_kernels.is_available("mhc_projection") is True
-    assert hopper_kernels.unavailable_reason("mhc_projection") is None
-    assert registry.is_available("mhc_projection", torch.cuda.current_device())
-    assert hopper_kernels.load("mhc_projection").__name__ == "mhc_projection"
-    assert hopper_kernels.load("mhc_projection").hyper_connection is hyper_connection
-    assert not hopper_kernels.is_available("mhc_projection", "cpu")
+    assert installed.assert_available("mhc_projection").hyper_connection is hyper_connection
 
 
 def test_no_visible_device():
     """The package imports and computes on the CPU, and the registry says what is missing."""
-    process = start_python(AVAILABILITY, CUDA_VISIBLE_DEVICES="")
-    available, reason, values = output_of(process).splitlines()
-    assert available == "False"
-    assert "none is visible" in reason
-    assert values == "[32.0]"
+    assert installed.printed_without_a_device("mhc_projection", ONES) == "[32.0]"
 
 
 @pytest.mark.parametrize("hc", [1, 2, 3, 4, 5, 7, 8])
@@ -97,40 +73,26 @@ def test_shapes_said_to_be_taken_are_taken(hc, d):
             hyper_connection(*t, **inputs.OPTIONS)
 
 
-def test_later_launches_do_without_tritons_own(monkeypatch):
+def test_later_launches_do_without_tritons_own():
     """Once compiled, no call goes through Triton's look at every argument; other sizes included."""
-    from triton.runtime.jit import JITFunction
 
-    for tokens in (1100, 300):
-        t = on_gpu.operands(tokens, 4, 200)
-        on_gpu.everything(t, on_gpu.all_cotangents(t))
-
-    def refuse(*args, **options):
-        raise AssertionError("a launch went through Triton's own")
-
-    monkeypatch.setattr(JITFunction, "run", refuse)
-    for sizes in ((1100, 4, 200), (2500, 4, 72), (1, 4, 8)):
+    def call(sizes):
         t = on_gpu.operands(*sizes)
         c = on_gpu.all_cotangents(t)
         found = on_gpu.everything(t, c)
         on_gpu.assert_accurate(on_gpu.connection(t, c), on_gpu.exact(t, c), t)
         assert all(r.isfinite().all() for r in found.values())
-    launcher._compiled.clear()
-    with pytest.raises(AssertionError, match="went through"):
-        on_gpu.everything(t, c)
+
+    first = [(1100, 4, 200), (300, 4, 200)]
+    launches.assert_later_ones_do_without_triton(call, first, later=[(1100, 4, 200), (2500, 4, 72), (1, 4, 8)])
 
 
 @pytest.mark.parametrize("sizes", [(1100, 4, 200), (70, 2, 8), (3, 1, 5120)], ids=str)
-def test_both_ways_of_launching_give_the_same_bytes(sizes, monkeypatch):
-    from triton.runtime.jit import JITFunction
-
+def test_both_ways_of_launching_give_the_same_bytes(sizes):
     t = on_gpu.operands(*sizes)
     c = on_gpu.all_cotangents(t)
     on_gpu.everything(t, c)
     fast = on_gpu.everything(t, c)
-    count = []
-    run = JITFunction.run
-    monkeypatch.setattr(JITFunction, "run", lambda *args, **options: count.append(1) or run(*args, **options))
-    monkeypatch.setattr(launcher.Launch, "_key", lambda self: (None, []))
-    on_gpu.assert_same(on_gpu.everything(t, c), fast)
-    assert len(count) > 20
+    with launches.through_triton() as seen:
+        on_gpu.assert_same(on_gpu.everything(t, c), fast)
+    assert len(seen) > 20

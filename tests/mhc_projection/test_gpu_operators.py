@@ -4,16 +4,16 @@ import itertools
 
 import pytest
 import torch
-import torch._dynamo.testing
-from hopper_kernels import KernelUnavailable, launcher, registry
+from hopper_kernels import KernelUnavailable, launcher
 from hopper_kernels import reference as use_definition
 from mhc_projection import hyper_connection, hyper_connection_streams
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from tests.mhc_projection import inputs, on_gpu
 from tests.mhc_projection.inputs import OPTIONS, RMS_EPS
+from tests.support import launches, machines
 from tests.support.compare import assert_same_bytes
+from tests.support.tracing import UTILITIES, assert_fake_like_real, compiled
 
 pytestmark = pytest.mark.gpu
 
@@ -56,26 +56,18 @@ def test_opcheck(tokens):
 
 def test_opcheck_with_gradients():
     t = on_gpu.operands(5, 4, 16).requires_grad()
-    tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic", "test_autograd_registration")
     for operator, arguments in (
         (OPERATORS.projection_forward.default, (t.x, t.weight, t.pre_mix, RMS_EPS)),
         (OPERATORS.hyper_connection_forward.default, (*t, RMS_EPS, 1e-6, 3)),
     ):
-        torch.library.opcheck(operator, arguments, test_utils=tests)
-
-
-def facts(t):
-    return t.dtype, tuple(t.shape), t.stride(), t.storage_offset(), t.device.type
+        torch.library.opcheck(operator, arguments, test_utils=UTILITIES)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 2, 63, 64, 65, 130, 1025])
 def test_fake_results_are_like_the_real_ones(tokens):
     for hc in (1, 4):
         for operator, arguments in operator_calls(on_gpu.operands(tokens, hc, 72)):
-            real, mode = operator(*arguments), FakeTensorMode()
-            with mode:
-                fake = operator(*(mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in arguments))
-            assert [facts(f) for f in fake] == [facts(r) for r in real], operator
+            assert_fake_like_real(operator, arguments)
 
 
 def step(function):
@@ -97,16 +89,13 @@ def gradients(call, t, c):
 
 def compile_and_compare(function, backend, token_counts, **options):
     """Compare the compiled step with eager for each token count; how often it was compiled."""
-    torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
-    compiled = torch.compile(step(function), fullgraph=True, backend=counter, **options)
-    for tokens in token_counts:
-        t = on_gpu.operands(tokens, 4, 64)
-        c = on_gpu.cotangents(t, *on_gpu.CONNECTION, "streams")
-        wanted = gradients(step(function), t, c)
-        for index, (got, want) in enumerate(zip(gradients(compiled, t, c), wanted, strict=True)):
-            assert_same_bytes(got, want, f"{tokens} tokens, result {index}", strides=False)
-    torch._dynamo.reset()
+    with compiled(step(function), backend, **options) as (call, counter):
+        for tokens in token_counts:
+            t = on_gpu.operands(tokens, 4, 64)
+            c = on_gpu.cotangents(t, *on_gpu.CONNECTION, "streams")
+            wanted = gradients(step(function), t, c)
+            for index, (got, want) in enumerate(zip(gradients(call, t, c), wanted, strict=True)):
+                assert_same_bytes(got, want, f"{tokens} tokens, result {index}", strides=False)
     return counter.frame_count
 
 
@@ -230,42 +219,33 @@ def test_second_order_gradients_raise(function, result):
         grad.float().sum().backward()
 
 
-def test_another_architecture(monkeypatch):
+def test_another_architecture():
     """An error that names the device, not the definition in silence; the definition still where it is asked for."""
     t = on_gpu.operands(130, 4, 72)
-    try:
-        with monkeypatch.context() as patch:
-            patch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
-            registry.refresh()
-            for function in FUNCTIONS:
-                with pytest.raises(KernelUnavailable, match="hyper_connection requires SM90, found SM80"):
-                    function(*t, **OPTIONS)
-            with use_definition():
-                assert hyper_connection(*t, **OPTIONS)[3].shape == (130, 72)
-    finally:
-        registry.refresh()
+    with machines.capability(8, 0):
+        for function in FUNCTIONS:
+            with pytest.raises(KernelUnavailable, match="hyper_connection requires SM90, found SM80"):
+                function(*t, **OPTIONS)
+        with use_definition():
+            assert hyper_connection(*t, **OPTIONS)[3].shape == (130, 72)
     assert hyper_connection(*t, **OPTIONS)[3].shape == (130, 72)
 
 
-def test_a_backward_runs_what_its_forward_ran(monkeypatch):
+def test_a_backward_runs_what_its_forward_ran():
     """The definition inside `reference()`, in the backward outside of it too; no kernel is launched then."""
     t = on_gpu.operands(130, 4, 72)
     c = on_gpu.cotangents(t, *on_gpu.CONNECTION)
     wanted = on_gpu.exact(t, c)
-
-    def refuse(self):
-        raise AssertionError("a kernel was launched")
-
-    monkeypatch.setattr(launcher.Launch, "run", refuse)
-    leaves = t.requires_grad()
-    with use_definition():
-        results = hyper_connection(*leaves, **OPTIONS)
-    grads = torch.autograd.grad(results, leaves, list(c.values()))
+    with launches.none_allowed():
+        leaves = t.requires_grad()
+        with use_definition():
+            results = hyper_connection(*leaves, **OPTIONS)
+        grads = torch.autograd.grad(results, leaves, list(c.values()))
+        with pytest.raises(AssertionError, match="was launched"):
+            hyper_connection(*t, **OPTIONS)
     for name, grad in zip(inputs.Operands._fields, grads, strict=True):
         error = (grad.double() - wanted[f"grad_{name}"]).norm() / wanted[f"grad_{name}"].norm()
         assert error.item() <= on_gpu.BOUNDS[f"grad_{name}"], name
-    with pytest.raises(AssertionError, match="was launched"):
-        hyper_connection(*t, **OPTIONS)
 
 
 @pytest.mark.parametrize("on_cpu", inputs.Operands._fields)

@@ -1,18 +1,19 @@
 """Which implementation the operators choose, on machines that are pretended: fake CUDA tensors need no GPU."""
 
-import importlib.metadata
 import threading
 from contextlib import nullcontext
 
 import pytest
 import torch
-from hopper_kernels import KernelUnavailable, dispatch, registry
+from hopper_kernels import KernelUnavailable, dispatch
 from hopper_kernels import reference as use_definition
 from mhc_projection import hyper_connection, hyper_connection_streams, launch, operators, reference
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.mhc_projection import inputs, plain
 from tests.mhc_projection.inputs import OPTIONS
+from tests.support.implementations import assert_registered
+from tests.support.machines import triton_version
 
 HOPPER, AMPERE = "SM90 (NVIDIA H200)", "SM80 (NVIDIA A100)"
 FORWARD = (3, 4, 16)
@@ -121,16 +122,14 @@ def test_wrong_arguments_are_reported_first(machine, ran):
 
 
 @each_call
-def test_a_triton_out_of_range_raises(name, what, call, machine, ran, monkeypatch):
+def test_a_triton_out_of_range_raises(name, what, call, machine, ran):
     machine(HOPPER)
-    installed = importlib.metadata.version
-    monkeypatch.setattr(importlib.metadata, "version", lambda one: "2.3" if one == "triton" else installed(one))
-    registry.refresh()
-    try:
-        with FakeTensorMode(), pytest.raises(KernelUnavailable, match=r"^mhc_projection requires triton.*, found 2\.3"):
-            call(streams(*FORWARD))
-    finally:
-        registry.refresh()
+    with (
+        triton_version("2.3"),
+        FakeTensorMode(),
+        pytest.raises(KernelUnavailable, match=r"^mhc_projection requires triton.*, found 2\.3"),
+    ):
+        call(streams(*FORWARD))
     assert not ran
 
 
@@ -200,12 +199,7 @@ def test_a_backward_runs_what_its_forward_ran(function, compiled, monkeypatch):
 
 @each_call
 def test_the_operators_are_registered(name, what, call):
-    for key in ("CPU", "CUDA", "Meta", "Autograd"):
-        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"mhc_projection::{name}", key)
-    operator = getattr(torch.ops.mhc_projection, name).default
-    assert torch.Tag.pt2_compliant_tag in operator.tags
-    assert not operator._schema.is_mutable
-    assert all(returned.alias_info is None for returned in operator._schema.returns)
+    assert_registered(getattr(torch.ops.mhc_projection, name))
 
 
 def test_the_schemas_are_the_published_ones():

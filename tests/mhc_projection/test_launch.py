@@ -1,6 +1,5 @@
 """What the host side launches, with which tensors, on CPU tensors: the launches are recorded and not run."""
 
-import contextlib
 import itertools
 import math
 
@@ -12,6 +11,7 @@ from mhc_projection.arguments import MAX_LOGITS
 
 from tests.mhc_projection import inputs
 from tests.mhc_projection.inputs import HC_EPS, ITERS, RMS_EPS
+from tests.support.launches import current_tensors
 
 pytest.importorskip("triton")
 BF16 = torch.bfloat16
@@ -132,15 +132,7 @@ def test_no_tokens_launch_nothing(launches):
 
 def test_launches_are_on_the_device_of_the_operands(monkeypatch):
     """Every launch, forward and backward, while the device of x or of the mixes is current."""
-    entered, seen = [], []
-
-    @contextlib.contextmanager
-    def device_of(tensor):
-        entered.append(tensor)
-        yield
-        entered.pop()
-
-    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    entered, seen = current_tensors(monkeypatch), []
     monkeypatch.setattr(Launch, "run", lambda one: seen.append((names([one])[0], entered[-1] if entered else None)))
     t, mixes = inputs.operands(CHUNK + 1, 4, 8), torch.empty(CHUNK + 1, 24)
     by_logit, rstd = saved(t)

@@ -20,8 +20,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from tests.mhc_projection import inputs, plain
 from tests.mhc_projection.inputs import HC_EPS, ITERS, OPTIONS, RMS_EPS, Operands
-from tests.support.compare import assert_same_bytes
-from tests.support.device import repeat_bytes
+from tests.support.compare import assert_same_bytes, unchanged
+from tests.support.device import other_defaults, repeat_bytes
 
 FUNCTIONS = (hyper_connection, hyper_connection_streams)
 each_way = pytest.mark.parametrize("function", [*FUNCTIONS, plain.two_operators], ids=lambda f: f.__name__)
@@ -223,12 +223,10 @@ def test_repeats_and_the_reference_context_change_nothing(function):
 @each_function
 def test_inputs_are_not_modified(function):
     t = inputs.operands(37)
-    before = [v.clone() for v in t]
-    results = [r for r in function(*t, **OPTIONS) if r is not None]
-    cotangents = inputs.cotangents(*results)
-    given = [c.clone() for c in cotangents]
-    gradients(function, t, cotangents)
-    same((*t, *cotangents), (*before, *given))
+    with unchanged(t):
+        cotangents = inputs.cotangents(*(r for r in function(*t, **OPTIONS) if r is not None))
+        with unchanged(cotangents):
+            gradients(function, t, cotangents)
 
 
 @each_function
@@ -247,12 +245,8 @@ def test_other_default_device_and_dtype(function):
     wanted = *function(*t, **OPTIONS), *gradients(function, t)
     cotangents = inputs.cotangents(*function(*t, **OPTIONS))
     wanted = *function(*t, **OPTIONS), *gradients(function, t, cotangents)
-    torch.set_default_dtype(torch.float64)
-    try:
-        with torch.device("meta"):
-            found = *function(*t, **OPTIONS), *gradients(function, t, cotangents)
-    finally:
-        torch.set_default_dtype(torch.float32)
+    with other_defaults():
+        found = *function(*t, **OPTIONS), *gradients(function, t, cotangents)
     same(found, wanted)
 
 

@@ -89,6 +89,22 @@ def gradients(t: Operands, dout: Tensor, names=None, function=moe_experts.moe_ex
     return {"out": out.detach()} | {GRADIENTS[name]: grad for name, grad in zip(names, grads, strict=True)}
 
 
+def accumulated(leaves: Operands) -> Results:
+    """The leaves' `grad`, of those that got one."""
+    grads = {GRADIENTS[name]: getattr(leaves, name).grad for name in names_of(leaves)}
+    return {name: grad for name, grad in grads.items() if grad is not None}
+
+
+def sample_calls(operands, rows: int, hidden: int, inner: int) -> list[tuple[Operands, Tensor]]:
+    """Operands and cotangents, made by `operands`: separate and packed weights, counts of either type."""
+    found = []
+    for packed in (False, True):
+        t, dout = operands((rows, 0, rows // 2, 1), 5, hidden, inner, packed=packed)
+        for counts in (t.num_tokens_per_expert, t.num_tokens_per_expert.int()):
+            found.append((t._replace(num_tokens_per_expert=counts), dout))
+    return found
+
+
 def step(t: Operands, dout: Tensor, functions=OPERATORS) -> Results:
     """The forward, and the backward in two parts; of gate, up, dgate_dup and h the experts' rows alone."""
     forward, backward_data, weight_grad = functions

@@ -16,9 +16,14 @@ def experts(t: Operands) -> Tensor:
     *groups, tail = t.x.split([*t.num_tokens_per_expert.tolist(), len(t.x) - t.owned])
     for rows, weight, down in zip(groups, gate_up, t.down_proj, strict=True):
         gate, up = torch.nn.functional.linear(rows, weight).chunk(2, dim=-1)
-        h = torch.nn.functional.silu(gate.clamp(max=limit)) * up.clamp(min=-limit, max=limit)
+        h = torch.nn.functional.silu(at_most(gate, limit)) * -at_most(-at_most(up, limit), limit)
         outs.append(torch.nn.functional.linear(h, down))
     return torch.cat([*outs, torch.zeros_like(tail)])
+
+
+def at_most(value: Tensor, limit: float) -> Tensor:
+    """torch.clamp(value, max=limit) with a gradient at the bound itself, which torch.clamp has none at from 2.14 on."""
+    return value.masked_fill(value > limit, limit)
 
 
 def gradients(t: Operands, dout: Tensor) -> list[Tensor]:

@@ -3,21 +3,14 @@
 import re
 
 import pytest
-from hopper_kernels import cubin, precompile
+from hopper_kernels import cubin
 from moe_experts import plan
 from moe_experts.fp8 import plan as fp8_plan
 
-from tests.support.ptx import barriers_and_stores
+from tests.support.ptx import ASYNC_FENCE, arrivals, assert_nothing_stored_over_barriers, compiled
 
 pytest.importorskip("triton")
-ASYNC_FENCE = "fence.proxy.async"
 MOST_INSTRUCTIONS = 4000  # of 16 bytes
-
-
-def compiled(variants):
-    """PTX and cubin by name, compiled for SM90 on any machine."""
-    with precompile.compile_only_driver():
-        return {variant.name: variant.compile().asm for variant in variants}
 
 
 @pytest.fixture(scope="module")
@@ -57,20 +50,15 @@ def test_every_barrier_is_used(fp8):
 
 def test_nothing_is_stored_over_a_barrier(ptx):
     """Not even one that is no longer used: the compiler gives its memory to what it passes to other warps."""
-    for name, text in ptx.items():
-        barriers, stores = barriers_and_stores(text)
-        assert len(barriers) == text.count("mbarrier.init"), name
-        assert stores, name
-        assert not any(at - 8 < place < at + 8 for place in stores for at in barriers), name
+    assert_nothing_stored_over_barriers(ptx)
 
 
 def test_threads_meet_before_one_of_them_arrives_for_all(ptx):
     """A slot is empty, or a result complete, when all threads are done with it, not only the one that says so."""
     for name, text in ptx.items():
-        arrivals = [match.start() for match in re.finditer(r"mbarrier\.arrive\.shared", text)]
-        assert len(arrivals) >= 2, name  # one in each warpgroup for the slots
-        for arrival in arrivals:
-            between = text[text.rfind("bar.sync", 0, arrival) : arrival]
+        found = list(arrivals(text))
+        assert len(found) >= 2, name  # one in each warpgroup for the slots
+        for _, between in found:
             assert not re.search(r"(ld|st)\.shared|stmatrix|try_wait|wgmma|store\.wait|bulk\.wait", between), name
 
 

@@ -1,10 +1,7 @@
 """FP8 operators on a device: parts of a backward, buffers of gradients, frozen inputs, compile, checkpoint."""
 
-import subprocess
-
 import pytest
 import torch
-from hopper_kernels import launcher
 from hopper_kernels import reference as use_definition
 from moe_experts import (
     FP8WeightCache,
@@ -18,31 +15,18 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.moe_experts import fp8_on_gpu, on_gpu
 from tests.moe_experts.fp8_on_gpu import call, everything, gradients, results, step, sums
-from tests.moe_experts.on_gpu import each_form
-from tests.moe_experts.test_gpu_operators import accumulated, wrong_counts
+from tests.moe_experts.on_gpu import accumulated, each_form
+from tests.moe_experts.wrong_counts import assert_device_notices, wrong_counts
+from tests.support import launches
 from tests.support.compare import assert_same_bytes
-from tests.support.process import start_python
 
 pytestmark = pytest.mark.gpu
 SHAPE = (130, 0, 5, 128), 9, 256, 384
 
-# Right counts first, to see that it is the counts which fail. No traceback is printed: it would name the argument too.
 WRONG_COUNTS = """
 import sys
-import torch
-from tests.moe_experts import fp8_on_gpu
-t, _ = fp8_on_gpu.operands()
-fp8_on_gpu.call(*t)
-torch.cuda.synchronize()
-print("right counts", flush=True)
-counts = torch.tensor([int(count) for count in sys.argv[1:]], device="cuda")
-try:
-    fp8_on_gpu.call(*t._replace(num_tokens_per_expert=counts))
-    torch.cuda.synchronize()
-except Exception as error:
-    print(str(error).splitlines()[0], flush=True)
-else:
-    print("nothing was noticed", flush=True)
+from tests.moe_experts import fp8_on_gpu, wrong_counts
+wrong_counts.report(fp8_on_gpu.call, fp8_on_gpu.operands()[0], *sys.argv[1:])
 """
 
 
@@ -217,28 +201,24 @@ def test_autocast_changes_nothing(packed, dtype):
 
 
 @each_form
-def test_a_backward_runs_what_its_forward_ran(packed, monkeypatch):
+def test_a_backward_runs_what_its_forward_ran(packed):
     """The definition inside `reference()`, in the backward outside of it too; no kernel is launched then."""
-
-    def refuse(self):
-        raise AssertionError("a kernel was launched")
-
     t, dout = fp8_on_gpu.operands(*SHAPE, packed=packed)
     kernels = gradients(t, dout)
     with use_definition():
         wanted = gradients(t, dout)
-    monkeypatch.setattr(launcher.Launch, "run", refuse)
     leaves = t.requires_grad()
-    with use_definition():
-        out = call(*leaves)
-    out.backward(dout)
+    with launches.none_allowed():
+        with use_definition():
+            out = call(*leaves)
+        out.backward(dout)
+        with use_definition():
+            everything(t, dout)
+        with pytest.raises(AssertionError, match="was launched"):
+            call(*t)
     found = {"out": out.detach()} | accumulated(leaves)
     on_gpu.assert_same(found, wanted)
     assert not all(torch.equal(found[name], kernels[name]) for name in found)
-    with use_definition():
-        everything(t, dout)
-    with pytest.raises(AssertionError, match="was launched"):
-        call(*t)
 
 
 def test_wrong_counts_are_errors_if_the_environment_asks(monkeypatch):
@@ -270,22 +250,7 @@ def test_wrong_counts_are_errors_if_the_environment_asks(monkeypatch):
 @pytest.mark.timeout(120)
 def test_wrong_counts_are_assertions_of_the_device():
     """Noticed when the host waits, in processes of their own: the context is unusable afterwards."""
-    t, _ = fp8_on_gpu.operands()
-    processes = {}
-    for counts, message in wrong_counts(t):
-        if counts.dtype == torch.int64:
-            processes[message] = start_python(WRONG_COUNTS, *map(str, counts.tolist()))
-    for what, process in processes.items():
-        try:
-            output, errors = process.communicate(timeout=100)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            output, errors = process.communicate()
-            raise AssertionError(f"{what}: no end\n{output}\n{errors}") from None
-        right, *found = output.splitlines()
-        assert right == "right counts", f"{what}\n{output}\n{errors}"
-        assert any("device-side assert" in line for line in found), f"{what}\n{output}\n{errors}"
-        assert "Assertion `num_tokens_per_expert must not be negative" in output + errors, f"{what}\n{errors}"
+    assert_device_notices(WRONG_COUNTS, wrong_counts(fp8_on_gpu.operands()[0], [torch.int64]))
 
 
 def test_counts_of_either_type_and_any_stride():

@@ -10,11 +10,12 @@ from tests.moe_experts import fp8_on_gpu, on_gpu
 from tests.moe_experts.fp8_on_cpu import SHAPES
 from tests.moe_experts.on_gpu import each_form
 from tests.moe_experts.test_fp8_tracing import calls, joint_step, split_step
-from tests.moe_experts.test_tracing import assert_fake_like_real, fp8_layer, fresh_compiler, halves, in_place_leaves
+from tests.moe_experts.test_tracing import fp8_layer, halves, in_place_leaves
 from tests.support.compare import assert_same_bytes
+from tests.support.tracing import assert_fake_like_real, fresh_compiler
 
-pytestmark = pytest.mark.gpu
-assert fresh_compiler  # a fixture
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_compiler")]
+assert fresh_compiler  # the fixture
 
 SCHEMA = ("test_faketensor", "test_autograd_registration")
 # Of their results some parts are unspecified, in which two calls may differ.
@@ -69,7 +70,8 @@ def test_opcheck_with_gradients(packed):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_fake_results_are_like_the_real_ones(packed, shape):
     for operator, arguments in operator_calls(small(*shape, packed=packed)[0]):
-        assert_fake_like_real(operator, arguments)
+        _, real = assert_fake_like_real(operator, arguments)
+        assert all(r.is_contiguous() for r in real)
 
 
 @each_form

@@ -9,7 +9,8 @@ from moe_experts.fp8 import launch, plan
 from moe_experts.fp8.layout import padded_rows
 
 from tests.moe_experts.inputs import operands
-from tests.moe_experts.test_launch import EMPTY, compiled_for, descriptors, names
+from tests.moe_experts.test_launch import EMPTY, descriptors, names
+from tests.support.launches import assert_compiled_ahead
 
 pytest.importorskip("triton.experimental.gluon")
 HIDDEN, INNER, EXPERTS = 256, 128, 3
@@ -253,10 +254,7 @@ def test_what_is_compiled_ahead_is_what_a_model_launches(launches):
     counts, rows = t.num_tokens_per_expert, len(t.x)
     for accumulate in (False, True):
         launch.weight_grad_accumulate(counts, *operands, *kept[1:], rows, *sums(t), accumulate)
-    wanted = {compiled_for(one) for one in launches if one.kernel.__name__ != "groups_kernel"}
-    found = [compiled_for(variant.compile.__self__) for variant in plan.variants()]
-    assert len(set(found)) == len(found)
-    assert set(found) == wanted
+    assert_compiled_ahead(plan.variants(), [one for one in launches if one.kernel.__name__ != "groups_kernel"])
 
 
 def test_the_kernels_know_the_constants_of_the_plan():

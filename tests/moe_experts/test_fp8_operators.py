@@ -33,7 +33,7 @@ from tests.moe_experts.test_operators import (
     slices_of_experts,
 )
 from tests.support.compare import assert_same_bytes
-from tests.support.device import repeat_bytes
+from tests.support.device import deterministic_algorithms, other_defaults, repeat_bytes
 
 
 @each_form
@@ -201,12 +201,8 @@ def test_other_default_device_and_dtype():
     t = operands(limit=1.0)
     dout = inputs.cotangent(t)
     wanted = gradients(t, dout)
-    torch.set_default_dtype(torch.float64)
-    try:
-        with torch.device("meta"):
-            found = gradients(t, dout)
-    finally:
-        torch.set_default_dtype(torch.float32)
+    with other_defaults():
+        found = gradients(t, dout)
     same(found, wanted)
 
 
@@ -216,11 +212,8 @@ def test_repeats_deterministic_algorithms_and_the_reference_context_change_nothi
     first = repeat_bytes(lambda: tuple(results(t, dout).values()), n=3)
     with use_definition():
         same(results(t, dout).values(), first)
-    torch.use_deterministic_algorithms(True)  # fills new memory with NaN
-    try:
+    with deterministic_algorithms():
         same(results(t, dout).values(), first)
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def test_inference_mode():

@@ -1,27 +1,68 @@
-"""The same bytes in every run, whatever else is in a batch, on any stream, in graphs; memory; no waiting."""
+"""The same bytes in every run, whatever else is in a batch, on any stream, in graphs; memory; no waiting.
 
-import gc
+In bf16 and, where nothing but the functions are others, in FP8; the rest of FP8 is in `test_fp8_gpu_invariance.py`.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 import pytest
 import torch
 from moe_experts import moe_experts, moe_experts_backward_data, moe_experts_forward, moe_experts_weight_grad, plan
 
-from tests.moe_experts import on_gpu
+from tests.moe_experts import fp8_on_gpu, on_gpu
 from tests.moe_experts.inputs import Operands
 from tests.moe_experts.on_gpu import HIDDEN, INNER, ROWS, WEIGHTS
 from tests.support import memory
-from tests.support.compare import assert_same_bytes
-from tests.support.device import capture, no_sync, repeat_bytes, side_stream
+from tests.support.compare import assert_same_bytes, unchanged
+from tests.support.device import (
+    assert_same_at_once,
+    capture,
+    deterministic_algorithms,
+    halves_on_two_streams,
+    no_sync,
+    nothing_allocated,
+    other_device,
+    repeat_bytes,
+    side_stream,
+)
 
 pytestmark = pytest.mark.gpu
 SHAPES = {"small": ((70, 0, 129, 3), 9, 136, 264), "wide": ((300, 500, 0, 257), 20, HIDDEN, INNER)}
 each_shape = pytest.mark.parametrize("shape", list(SHAPES.values()), ids=list(SHAPES))
 
 
-@each_shape
-def test_repeats(shape):
-    t, dout = on_gpu.operands(*shape)
-    repeat_bytes(lambda: on_gpu.step(t, dout), 20)
+class Path(NamedTuple):
+    """bf16 or FP8: operands, all results of a step, what autograd gives, and which results have rows, which experts."""
+
+    operands: Callable
+    step: Callable
+    gradients: Callable
+    rows: tuple[str, ...]
+    weights: tuple[str, ...]
+    small: tuple[int, int]
+
+
+PATHS = {
+    "bf16": Path(on_gpu.operands, on_gpu.step, on_gpu.gradients, ROWS, WEIGHTS, (136, 264)),
+    "fp8": Path(
+        fp8_on_gpu.operands, fp8_on_gpu.results, fp8_on_gpu.gradients, ("out", "dx"), ("dw13", "dw2"), (256, 384)
+    ),
+}
+each_path = pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
+each_width = pytest.mark.parametrize("wide", [False, True], ids=["small", "wide"])
+
+
+def operands(path, wide):
+    return path.operands(*(SHAPES["wide"] if wide else (*SHAPES["small"][:2], *path.small)))
+
+
+@each_path
+@each_width
+def test_repeats(path, wide):
+    t, dout = operands(path, wide)
+    repeat_bytes(lambda: path.step(t, dout), 20)
 
 
 def test_repeats_at_any_number_of_steps():
@@ -44,30 +85,32 @@ def test_shared_memory_is_not_seen():
             on_gpu.assert_same(found, wanted, f"{hidden} channels")
 
 
-@each_shape
+@each_path
+@each_width
 @pytest.mark.parametrize("pattern", list(memory.PATTERNS))
-def test_poisoned_memory_is_not_seen(shape, pattern, poison):
-    t, dout = on_gpu.operands(*shape)
-    wanted = on_gpu.step(t, dout)
+def test_poisoned_memory_is_not_seen(path, wide, pattern, poison):
+    t, dout = operands(path, wide)
+    wanted, by_autograd = path.step(t, dout), path.gradients(t, dout)
     poison(pattern)
-    on_gpu.assert_same(on_gpu.step(t, dout), wanted)
+    on_gpu.assert_same(path.step(t, dout), wanted)
+    poison(pattern)
+    on_gpu.assert_same(path.gradients(t, dout), by_autograd)
 
 
-def test_deterministic_algorithms_with_filled_memory():
-    t, dout = on_gpu.operands(*SHAPES["small"])
-    wanted = on_gpu.step(t, dout)
-    torch.use_deterministic_algorithms(True)
-    try:
-        on_gpu.assert_same(on_gpu.step(t, dout), wanted)
-    finally:
-        torch.use_deterministic_algorithms(False)
+@each_path
+def test_deterministic_algorithms_with_filled_memory(path):
+    t, dout = operands(path, wide=False)
+    wanted = path.step(t, dout)
+    with deterministic_algorithms():
+        on_gpu.assert_same(path.step(t, dout), wanted)
 
 
-@each_shape
-def test_a_row_and_an_expert_do_not_depend_on_the_others(shape):
+@each_path
+@each_width
+def test_a_row_and_an_expert_do_not_depend_on_the_others(path, wide):
     """One expert alone, and the experts the other way round."""
-    t, dout = on_gpu.operands(*shape)
-    whole = on_gpu.step(t, dout)
+    t, dout = operands(path, wide)
+    whole = path.step(t, dout)
     sizes = t.num_tokens_per_expert.tolist()
     starts = [sum(sizes[:e]) for e in range(len(sizes))]
     order = list(range(len(sizes)))[::-1]
@@ -80,33 +123,32 @@ def test_a_row_and_an_expert_do_not_depend_on_the_others(shape):
             down_proj=t.down_proj[experts],
             num_tokens_per_expert=t.num_tokens_per_expert[experts],
         )
-        found = on_gpu.step(part, dout[rows])
-        for name in ROWS:
+        found = path.step(part, dout[rows])
+        for name in path.rows:
             assert_same_bytes(found[name], whole[name][rows], f"{experts} {name}")
-        for name in WEIGHTS:
+        for name in path.weights:
             assert_same_bytes(found[name], whole[name][experts], f"{experts} {name}")
 
 
-def test_a_row_does_not_depend_on_its_place():
+@each_path
+def test_a_row_does_not_depend_on_its_place(path):
     """Rows of an expert in another order, or only some of them."""
-    t, dout = on_gpu.operands((300,), 0, 136, 264)
-    whole = on_gpu.step(t, dout)
+    t, dout = path.operands((300,), 0, *path.small)
+    whole = path.step(t, dout)
     for count in (300, 177, 1):
         rows = torch.randperm(300, device=t.x.device)[:count]
         part = t._replace(x=t.x[rows], num_tokens_per_expert=torch.tensor([count], device=t.x.device))
-        found = on_gpu.step(part, dout[rows])
-        for name in ROWS:
+        found = path.step(part, dout[rows])
+        for name in path.rows:
             assert_same_bytes(found[name], whole[name][rows], name)
 
 
-@each_shape
-def test_inputs_are_not_modified(shape):
-    t, dout = on_gpu.operands(*shape)
-    tensors = [v for v in (*t, dout) if isinstance(v, torch.Tensor)]
-    before = [v.clone() for v in tensors]
-    on_gpu.step(t, dout)
-    for now, then in zip(tensors, before, strict=True):
-        assert_same_bytes(now, then, "input")
+@each_path
+@each_width
+def test_inputs_are_not_modified(path, wide):
+    t, dout = operands(path, wide)
+    with unchanged((*t, dout)):
+        path.step(t, dout)
 
 
 @pytest.mark.parametrize("change", ["halves of a packed weight", "every second expert", "one weight for all experts"])
@@ -126,60 +168,57 @@ def test_weights_in_place(change):
     on_gpu.assert_same(on_gpu.step(views, dout), on_gpu.step(copies, dout))
 
 
-@each_shape
-def test_side_stream(shape):
-    t, dout = on_gpu.operands(*shape)
-    found = side_stream(lambda *late: on_gpu.gradients(Operands(*late[:-1]), late[-1]), *t, dout)
-    on_gpu.assert_same(found, on_gpu.gradients(t, dout))
+@each_path
+@each_width
+def test_side_stream(path, wide):
+    t, dout = operands(path, wide)
+    found = side_stream(lambda *late: path.gradients(Operands(*late[:-1]), late[-1]), *t, dout)
+    on_gpu.assert_same(found, path.gradients(t, dout))
 
 
-@each_shape
-def test_graph_of_other_counts(shape):
+@each_path
+@each_width
+def test_graph_of_other_counts(path, wide):
     """Captured for some routing, replayed for others: all rows on one expert, none, anything between."""
-    t, dout = on_gpu.operands(*shape)
+    t, dout = operands(path, wide)
     counts, rows = t.num_tokens_per_expert, len(t.x)
     t.x.normal_()
     dout.normal_()
-    graph = capture(lambda: on_gpu.gradients(t, dout))
+    graph = capture(lambda: path.gradients(t, dout))
     for sizes in ([rows, 0, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, rows], counts.tolist()):
         counts.copy_(torch.tensor(sizes))
         t.x.normal_()
-        on_gpu.assert_same(graph.replay(), on_gpu.gradients(t, dout), str(sizes))
+        on_gpu.assert_same(graph.replay(), path.gradients(t, dout), str(sizes))
 
 
-def test_graph_without_rows():
+@each_path
+def test_graph_without_rows(path):
     """None of the kernels is launched then, in a capture too; the graph runs what stands beside the calls."""
-    t, dout = on_gpu.operands((0, 0), 0)
+    t, dout = path.operands((0, 0), 0)
     counter = torch.zeros((), device=on_gpu.DEVICE)
-    graph = capture(lambda: [counter.add_(1), on_gpu.gradients(t, dout)], warm_up=1)
+    graph = capture(lambda: [counter.add_(1), path.gradients(t, dout)], warm_up=1)
     _, found = graph.replay()
-    on_gpu.assert_same(found, on_gpu.gradients(t, dout))
+    on_gpu.assert_same(found, path.gradients(t, dout))
     assert counter.item() == 2
     assert not any(found[name].any() for name in WEIGHTS)
 
 
 @each_shape
 def test_two_streams_at_once(shape):
-    calls = [on_gpu.operands(*shape) for _ in range(2)]
-    wanted = [on_gpu.step(*call) for call in calls]
-    streams = [torch.cuda.Stream() for _ in calls]
-    torch.cuda.synchronize()
-    for _ in range(20):
-        found = []
-        for (t, dout), stream in zip(calls, streams, strict=True):
-            with torch.cuda.stream(stream):
-                found.append(on_gpu.gradients(t, dout))
-        torch.cuda.synchronize()
-        for got, want in zip(found, wanted, strict=True):
-            on_gpu.assert_same(got, want, names=got)
+    """By autograd; alone, by the operators."""
+    pairs = [on_gpu.operands(*shape) for _ in range(2)]
+    wanted = [on_gpu.step(*pair) for pair in pairs]
+    calls = [partial(on_gpu.gradients, *pair) for pair in pairs]
+    assert_same_at_once(calls, wanted, lambda got, want: on_gpu.assert_same(got, want, names=got), rounds=20)
 
 
-@each_shape
-def test_nothing_synchronises(shape):
-    t, dout = on_gpu.operands(*shape)
-    on_gpu.gradients(t, dout)
+@each_path
+@each_width
+def test_nothing_synchronises(path, wide):
+    t, dout = operands(path, wide)
+    path.gradients(t, dout)
     with no_sync():
-        on_gpu.gradients(t, dout)
+        path.gradients(t, dout)
 
 
 @each_shape
@@ -206,31 +245,26 @@ def test_memory(shape):
 @pytest.mark.parametrize("current", [0, 1])
 def test_second_device(current):
     """Tensors on one device while the other is current. Nothing is allocated on that one."""
-    if torch.cuda.device_count() < 2:
-        pytest.skip("requires two CUDA devices")
+    other = other_device(current)
     t, dout = on_gpu.operands(*SHAPES["small"])
     wanted = on_gpu.gradients(t, dout)
-    *there, dout = (v.to(f"cuda:{1 - current}") for v in (*t[:5], dout))
-    torch.cuda.synchronize()
-    with torch.cuda.device(current):
-        gc.collect()
-        before = torch.cuda.memory_allocated(current)
+    *there, dout = (v.to(other) for v in (*t[:5], dout))
+    with nothing_allocated(current):
         found = on_gpu.gradients(Operands(*there), dout)
-        assert torch.cuda.memory_allocated(current) == before
-        assert torch.cuda.current_device() == current
-    assert {r.device for r in found.values()} == {torch.device("cuda", 1 - current)}
+    assert {r.device for r in found.values()} == {other}
     on_gpu.assert_same({name: r.to("cuda:0") for name, r in found.items()}, wanted, "on another device")
 
 
-def test_guard_bands(guarded):
+@each_path
+def test_guard_bands(path, guarded):
     """Nothing is read or written past the operands: each lies between bands of NaN."""
-    t, dout = on_gpu.operands((70, 0, 129), 0, 136, 264)
+    t, dout = path.operands((70, 0, 129), 0, *path.small)
     fields = {}
     for name in ("x", "gate_proj", "up_proj", "down_proj"):
         source = getattr(t, name)
         fields[name] = guarded(tuple(source.shape), source.dtype, "cuda").tensor.copy_(source)
-    found = on_gpu.step(t._replace(**fields), dout)
-    on_gpu.assert_same(found, on_gpu.step(t, dout))
+    found = path.step(t._replace(**fields), dout)
+    on_gpu.assert_same(found, path.step(t, dout))
 
 
 def test_a_gradient_may_be_a_view():
@@ -249,22 +283,19 @@ def test_weight_gradients_go_on_another_stream(deterministic):
     t, dout = on_gpu.operands(*SHAPES["wide"])
     wanted = on_gpu.step(t, dout)
     late, rows = t._replace(x=torch.full_like(t.x, float("nan"))), slice(t.owned)
-    first, second = torch.cuda.Stream(), torch.cuda.Stream()
-    torch.use_deterministic_algorithms(deterministic)
-    try:
-        torch.cuda.synchronize()
-        with torch.cuda.stream(first):
-            torch.cuda._sleep(20_000_000)
-            late.x.copy_(t.x)
-            out, gate, up = moe_experts_forward(*late)
-            dx, dgate_dup, h = moe_experts_backward_data(dout, *late[1:5], gate, up, late.swiglu_limit)
-        second.wait_stream(first)
-        with torch.cuda.stream(second):
-            owned = dout[rows], late.x[rows], late.num_tokens_per_expert, dgate_dup[rows], h[rows]
-            grads = moe_experts_weight_grad(*owned, False)
-        torch.cuda.synchronize()
-    finally:
-        torch.use_deterministic_algorithms(False)
+
+    def first():
+        late.x.copy_(t.x)
+        out, gate, up = moe_experts_forward(*late)
+        return out, *moe_experts_backward_data(dout, *late[1:5], gate, up, late.swiglu_limit)
+
+    def second(made):
+        _, _, dgate_dup, h = made
+        owned = dout[rows], late.x[rows], late.num_tokens_per_expert, dgate_dup[rows], h[rows]
+        return moe_experts_weight_grad(*owned, False)
+
+    with deterministic_algorithms(deterministic):
+        (out, dx, *_), grads = halves_on_two_streams(first, second)
     found = {"out": out, "dx": dx} | dict(zip(WEIGHTS, grads, strict=True))
     on_gpu.assert_same(found, wanted, names=found)
 

@@ -2,13 +2,10 @@
 
 import functools
 import itertools
-import re
-import subprocess
 
 import pytest
 import torch
-import torch._dynamo.testing
-from hopper_kernels import KernelUnavailable, launcher, registry
+from hopper_kernels import KernelUnavailable, launcher
 from hopper_kernels import reference as use_definition
 from moe_experts import (
     moe_experts,
@@ -20,37 +17,19 @@ from moe_experts import (
 from torch.utils.checkpoint import checkpoint
 
 from tests.moe_experts import inputs, on_gpu
-from tests.moe_experts.on_gpu import GRADIENTS, each_form, layer, small, strided
+from tests.moe_experts.on_gpu import GRADIENTS, accumulated, each_form, layer, small, strided
+from tests.moe_experts.wrong_counts import assert_device_notices, wrong_counts
+from tests.support import launches, machines
 from tests.support.compare import assert_same_bytes
-from tests.support.process import start_python
 
 pytestmark = pytest.mark.gpu
 
-# Right counts first, to see that it is the counts which fail. No traceback is printed: it would name the argument too.
 WRONG_COUNTS = """
 import sys
-import torch
 from moe_experts import moe_experts
-from tests.moe_experts import on_gpu
-t, _ = on_gpu.operands()
-moe_experts(*t)
-torch.cuda.synchronize()
-print("right counts", flush=True)
-counts = torch.tensor([int(count) for count in sys.argv[2:]], dtype=getattr(torch, sys.argv[1]), device="cuda")
-try:
-    moe_experts(*t._replace(num_tokens_per_expert=counts))
-    torch.cuda.synchronize()
-except Exception as error:
-    print(str(error).splitlines()[0], flush=True)
-else:
-    print("nothing was noticed", flush=True)
+from tests.moe_experts import on_gpu, wrong_counts
+wrong_counts.report(moe_experts, on_gpu.operands()[0], *sys.argv[1:])
 """
-
-
-def accumulated(leaves):
-    """The leaves' `grad`, of those that got one."""
-    grads = {GRADIENTS[name]: getattr(leaves, name).grad for name in on_gpu.names_of(leaves)}
-    return {name: grad for name, grad in grads.items() if grad is not None}
 
 
 @each_form
@@ -207,17 +186,6 @@ def test_counts_of_either_type_and_any_stride():
         on_gpu.assert_same(on_gpu.everything(t._replace(num_tokens_per_expert=other), dout), wanted, what)
 
 
-def wrong_counts(t):
-    """With what the message says of them."""
-    rows, (first, *rest) = len(t.x), t.num_tokens_per_expert.tolist()
-    for counts, message in (
-        ([first, *rest[:-1], -1], "must not be negative"),
-        ([rows + 1 - sum(rest), *rest], "must add up to at most"),
-    ):
-        for dtype in (torch.int32, torch.int64):
-            yield torch.tensor(counts, dtype=dtype, device=on_gpu.DEVICE), message
-
-
 def test_wrong_counts_are_errors_if_the_environment_asks(monkeypatch):
     """In every call, before anything is launched; right ones pass."""
     t, dout = small()
@@ -244,22 +212,7 @@ def test_wrong_counts_are_errors_if_the_environment_asks(monkeypatch):
 @pytest.mark.timeout(120)
 def test_wrong_counts_are_assertions_of_the_device():
     """Noticed when the host waits, in processes of their own: the context is unusable afterwards."""
-    t, _ = on_gpu.operands()
-    processes = {}
-    for counts, message in wrong_counts(t):
-        kind = str(counts.dtype).removeprefix("torch.")
-        processes[f"{message}, {kind}"] = start_python(WRONG_COUNTS, kind, *map(str, counts.tolist()))
-    for what, process in processes.items():
-        try:
-            output, errors = process.communicate(timeout=100)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            output, errors = process.communicate()
-            raise AssertionError(f"{what}: no end\n{output}\n{errors}") from None
-        right, *found = output.splitlines()
-        assert right == "right counts", f"{what}\n{output}\n{errors}"
-        assert any("device-side assert" in line for line in found), f"{what}\n{output}\n{errors}"
-        assert re.search(r"Assertion `num_tokens_per_expert must not be negative", output + errors), f"{what}\n{errors}"
+    assert_device_notices(WRONG_COUNTS, wrong_counts(on_gpu.operands()[0]))
 
 
 @pytest.mark.parametrize("name", GRADIENTS)
@@ -271,45 +224,36 @@ def test_second_order_gradients_raise(name):
         grad.float().sum().backward()
 
 
-def test_another_architecture(monkeypatch):
+def test_another_architecture():
     """An error that names the device, not the definition in silence; the definition still where it is asked for."""
     t, _ = small()
     wanted = moe_experts(*t)
-    try:
-        with monkeypatch.context() as patch:
-            patch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
-            registry.refresh()
-            with pytest.raises(KernelUnavailable, match="moe_experts requires SM90, found SM80"):
-                moe_experts(*t)
-            with use_definition():
-                assert moe_experts(*t).shape == t.x.shape
-    finally:
-        registry.refresh()
+    with machines.capability(8, 0):
+        with pytest.raises(KernelUnavailable, match="moe_experts requires SM90, found SM80"):
+            moe_experts(*t)
+        with use_definition():
+            assert moe_experts(*t).shape == t.x.shape
     assert_same_bytes(moe_experts(*t), wanted)
 
 
 @each_form
-def test_a_backward_runs_what_its_forward_ran(packed, monkeypatch):
+def test_a_backward_runs_what_its_forward_ran(packed):
     """The definition inside `reference()`, in the backward outside of it too; no kernel is launched then."""
-
-    def refuse(self):
-        raise AssertionError("a kernel was launched")
-
     t, dout = small(packed=packed)
     wanted = on_gpu.definition(t, dout)
     moe_experts(*t)
-    monkeypatch.setattr(launcher.Launch, "run", refuse)
     leaves = t.requires_grad()
-    with use_definition():
-        out = moe_experts(*leaves)
-    out.backward(dout)
+    with launches.none_allowed():
+        with use_definition():
+            out = moe_experts(*leaves)
+        out.backward(dout)
+        with use_definition():
+            on_gpu.everything(t, dout)
+        with pytest.raises(AssertionError, match="was launched"):
+            moe_experts(*t)
     found = {"out": out.detach()} | accumulated(leaves)
     assert len(found) == 1 + len(on_gpu.names_of(t))
     on_gpu.assert_same(found, wanted, names=found)
-    with use_definition():
-        on_gpu.everything(t, dout)
-    with pytest.raises(AssertionError, match="was launched"):
-        moe_experts(*t)
 
 
 @pytest.mark.parametrize("on_cpu", inputs.Operands._fields[:5])

@@ -2,19 +2,16 @@
 
 import pytest
 import torch
-import torch._dynamo.testing
 from hopper_kernels import launcher
 from moe_experts import moe_experts
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.moe_experts import inputs, on_gpu
 from tests.moe_experts.on_gpu import each_form, layer, small, strided
+from tests.support.tracing import UTILITIES, assert_fake_like_real, compiled
 
 pytestmark = pytest.mark.gpu
 
 OPERATORS = torch.ops.moe_experts
-SCHEMA = ("test_schema", "test_faketensor")
-UTILITIES = (*SCHEMA, "test_aot_dispatch_dynamic", "test_autograd_registration")
 
 
 def operator_calls(t, dout):
@@ -57,7 +54,7 @@ def test_opcheck(packed, groups):
 def test_opcheck_with_a_tail(packed):
     """Without the utility that compares two calls: rows past the last group are unspecified in some results."""
     for operator, arguments in operator_calls(*small((130, 0, 45), 7, 16, 24, packed=packed)):
-        torch.library.opcheck(operator, arguments, test_utils=SCHEMA)
+        torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 @each_form
@@ -68,34 +65,24 @@ def test_opcheck_with_gradients(packed):
         torch.library.opcheck(OPERATORS.moe_experts_forward.default, tuple(leaves), test_utils=UTILITIES)
 
 
-def facts(t):
-    return t.dtype, tuple(t.shape), t.stride(), t.storage_offset(), t.device.type
-
-
 @each_form
 @pytest.mark.parametrize(("groups", "tail", "hidden", "inner"), inputs.SHAPES)
 def test_fake_results_are_like_the_real_ones(packed, groups, tail, hidden, inner):
     for operator, arguments in operator_calls(*small(groups, tail, hidden, inner, packed=packed)):
-        real, mode = operator(*arguments), FakeTensorMode()
-        with mode:
-            fake = operator(*(mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in arguments))
-        assert [facts(f) for f in fake] == [facts(r) for r in real], operator
+        assert_fake_like_real(operator, arguments)
 
 
 def compile_and_compare(packed, backend, row_counts, **options):
     """Compare the compiled layer with eager for each number of rows; how often it was compiled by then."""
-    torch._dynamo.reset()
     compilations = []
-    counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
-    compiled = torch.compile(layer, fullgraph=True, backend=counter, **options)
-    for rows in row_counts:
-        groups = rows // 2, 0, rows // 3
-        t, dout = small(groups, rows - sum(groups), 64, 40, packed=packed)
-        dout = dout.nan_to_num()
-        wanted = on_gpu.gradients(t, dout, function=layer)
-        on_gpu.assert_same(on_gpu.gradients(t, dout, function=compiled), wanted, f"{rows} rows", strides=False)
-        compilations.append(counter.frame_count)
-    torch._dynamo.reset()
+    with compiled(layer, backend, **options) as (call, counter):
+        for rows in row_counts:
+            groups = rows // 2, 0, rows // 3
+            t, dout = small(groups, rows - sum(groups), 64, 40, packed=packed)
+            dout = dout.nan_to_num()
+            wanted = on_gpu.gradients(t, dout, function=layer)
+            on_gpu.assert_same(on_gpu.gradients(t, dout, function=call), wanted, f"{rows} rows", strides=False)
+            compilations.append(counter.frame_count)
     return compilations
 
 

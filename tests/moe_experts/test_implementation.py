@@ -1,6 +1,5 @@
 """Which implementation the operators choose, on pretended machines (fake CUDA tensors need no GPU); FP8 where alike."""
 
-import importlib.metadata
 import inspect
 import sys
 import threading
@@ -9,7 +8,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from hopper_kernels import KernelUnavailable, dispatch, registry
+from hopper_kernels import KernelUnavailable, dispatch
 from hopper_kernels import reference as use_definition
 from moe_experts import arguments, moe_experts, operators, reference
 from moe_experts.fp8 import reference as fp8_reference
@@ -17,6 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.moe_experts import fp8_on_cpu, inputs
 from tests.support.compare import assert_same_bytes
+from tests.support.implementations import assert_registered
+from tests.support.machines import triton_version
 from tests.support.process import output_of, start_python
 
 # path: (the public function, its operands, what it calls on a CPU)
@@ -208,16 +209,14 @@ def test_wrong_arguments_are_reported_first(machine, ran):
 
 
 @each_call
-def test_a_triton_out_of_range_raises(name, what, call, launched, machine, ran, monkeypatch):
+def test_a_triton_out_of_range_raises(name, what, call, launched, machine, ran):
     machine(HOPPER)
-    installed = importlib.metadata.version
-    monkeypatch.setattr(importlib.metadata, "version", lambda one: "2.3" if one == "triton" else installed(one))
-    registry.refresh()
-    try:
-        with FakeTensorMode(), pytest.raises(KernelUnavailable, match=r"^moe_experts requires triton.*, found 2\.3"):
-            call(cuda(ROWS, HIDDEN))
-    finally:
-        registry.refresh()
+    with (
+        triton_version("2.3"),
+        FakeTensorMode(),
+        pytest.raises(KernelUnavailable, match=r"^moe_experts requires triton.*, found 2\.3"),
+    ):
+        call(cuda(ROWS, HIDDEN))
     assert not ran
 
 
@@ -304,21 +303,9 @@ def test_weights_that_are_not_needed_are_not_multiplied(monkeypatch):
         assert len(weights) == count
 
 
-def assert_registered(name, changed=()):
-    """changed: the arguments that the operator writes to."""
-    for key in ("CPU", "CUDA", "Meta", "Autograd"):
-        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"moe_experts::{name}", key)
-    operator = getattr(torch.ops.moe_experts, name).default
-    assert torch.Tag.pt2_compliant_tag in operator.tags
-    assert operator._schema.is_mutable == bool(changed)
-    written = [a.name for a in operator._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    assert written == list(changed)
-    assert all(returned.alias_info is None for returned in operator._schema.returns)
-
-
 @pytest.mark.parametrize("name", CALLS)
 def test_the_operators_are_registered(name):
-    assert_registered(name)
+    assert_registered(getattr(torch.ops.moe_experts, name))
 
 
 def test_the_schemas_are_the_published_ones():

@@ -9,6 +9,7 @@ from moe_experts import launch, plan
 from torch import Tensor
 
 from tests.moe_experts.inputs import operands
+from tests.support.launches import assert_compiled_ahead
 
 pytest.importorskip("triton.experimental.gluon")
 FORWARD = ["groups", "gate_up", "product"]
@@ -188,14 +189,6 @@ def test_the_groups_table_has_room(rows, experts):
     assert where.valid.storage_offset() + 4 == where.starts.storage_offset()
 
 
-def compiled_for(one):
-    """What a compilation depends on."""
-    kinds = [
-        (t.base.dtype, *t.block_shape) if hasattr(t, "block_shape") else getattr(t, "dtype", type(t)) for t in one.args
-    ]
-    return one.kernel.__name__, tuple(kinds), tuple(sorted(one.options.items()))
-
-
 def test_what_is_compiled_ahead_is_what_a_model_launches(launches):
     """Counts of either type: nothing else, and nothing in vain."""
     hidden, inner = V41_FLASH.hidden, V41_FLASH.moe_intermediate
@@ -205,10 +198,7 @@ def test_what_is_compiled_ahead_is_what_a_model_launches(launches):
         _, gate, up = forward(t)
         _, dgate_dup, h = backward_data(t, gate, up)
         weight_grad(t, dgate_dup, h)
-    wanted = {compiled_for(one) for one in launches}
-    found = [compiled_for(variant.compile.__self__) for variant in plan.variants()]
-    assert len(set(found)) == len(found)
-    assert set(found) == wanted
+    assert_compiled_ahead(plan.variants(), launches)
 
 
 def test_the_kernels_know_the_constants_of_the_plan():

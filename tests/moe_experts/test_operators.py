@@ -24,7 +24,7 @@ from moe_experts import (
 from tests.moe_experts import inputs
 from tests.moe_experts.on_cpu import NAMES, definition, each_form, gradients, operands, same
 from tests.support.compare import assert_same_bytes
-from tests.support.device import repeat_bytes
+from tests.support.device import deterministic_algorithms, other_defaults, repeat_bytes
 
 
 @each_form
@@ -180,12 +180,8 @@ def test_other_default_device_and_dtype():
     t = inputs.operands(limit=1.0)
     dout = inputs.cotangent(t)
     wanted = gradients(t, dout)
-    torch.set_default_dtype(torch.float64)
-    try:
-        with torch.device("meta"):
-            found = gradients(t, dout)
-    finally:
-        torch.set_default_dtype(torch.float32)
+    with other_defaults():
+        found = gradients(t, dout)
     same(found, wanted)
 
 
@@ -195,11 +191,8 @@ def test_repeats_deterministic_algorithms_and_the_reference_context_change_nothi
     first = repeat_bytes(lambda: gradients(t, dout), n=3)
     with use_definition():
         same(gradients(t, dout), first)
-    torch.use_deterministic_algorithms(True)  # fills new memory with NaN
-    try:
+    with deterministic_algorithms():
         same(gradients(t, dout), first)
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def test_inference_mode():

@@ -20,19 +20,14 @@ from torch.utils.checkpoint import checkpoint
 from tests.moe_experts import inputs, on_cpu
 from tests.moe_experts.on_cpu import each_form
 from tests.support.compare import assert_same_bytes
+from tests.support.tracing import UTILITIES, assert_fake_like_real, fresh_compiler
 
 OPERATORS = torch.ops.moe_experts
-UTILITIES = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic", "test_autograd_registration")
 # path: (H, I) of small operands
 WIDTHS = {"bf16": (16, 24), "fp8": (128, 128)}
 each_path = pytest.mark.parametrize("path", WIDTHS)
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+assert fresh_compiler  # the fixture
 
 
 def operands(form, groups=(4, 0, 5), tail=2, hidden=16, inner=24, limit=1.0):
@@ -109,28 +104,12 @@ def test_opcheck_with_gradients(form):
     opcheck(OPERATORS.moe_experts_forward.default, tuple(t.requires_grad("down_proj")), test_utils=UTILITIES)
 
 
-def facts(t):
-    return t.dtype, tuple(t.shape), t.stride(), t.storage_offset(), t.device.type
-
-
-def tensors(result):
-    return [] if result is None else [result] if isinstance(result, torch.Tensor) else list(result)
-
-
-def assert_fake_like_real(operator, arguments):
-    mode = FakeTensorMode()
-    with mode:
-        fake = operator(*(mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in arguments))
-    real = tensors(operator(*arguments))
-    assert [facts(f) for f in tensors(fake)] == [facts(r) for r in real]
-    assert all(r.is_contiguous() for r in real)
-
-
 @each_form
 @pytest.mark.parametrize(("groups", "tail", "hidden", "inner"), inputs.SHAPES)
 def test_fake_operators_promise_what_real_ones_return(form, groups, tail, hidden, inner):
     for operator, arguments in calls(operands(form, groups, tail, hidden, inner)):
-        assert_fake_like_real(operator, arguments)
+        _, real = assert_fake_like_real(operator, arguments)
+        assert all(r.is_contiguous() for r in real)
 
 
 def test_fake_cuda_tensors_without_a_gpu():

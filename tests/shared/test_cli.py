@@ -276,3 +276,9 @@ def test_the_installed_command():
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0
     assert "moe_experts" in done.stdout
+
+
+def test_as_a_module():
+    command = [sys.executable, "-m", "hopper_kernels", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.startswith("hopper-kernels ")

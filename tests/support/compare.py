@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable, Iterator
+
 import torch
 from torch import Tensor
 
@@ -105,6 +108,22 @@ def assert_same_bytes(actual: Tensor, expected: Tensor, name: str = "output", *,
         raise AssertionError(
             f"{name}: {len(where)} of {actual.numel()} elements differ, first at {index}: {left}, expected {right}"
         )
+
+
+def different_elements(actual: Tensor, expected: Tensor) -> Tensor:
+    """How many elements differ in a bit, as a tensor on their device: for results that nothing waits for."""
+    bits = _BITS[actual.element_size()]
+    return torch.count_nonzero(actual.view(bits) != expected.view(bits))
+
+
+@contextlib.contextmanager
+def unchanged(tensors: Iterable[object]) -> Iterator[None]:
+    """The bytes of these tensors must be the same after the block; other values among them are passed over."""
+    tensors = [value for value in tensors if isinstance(value, Tensor)]
+    before = [tensor.clone() for tensor in tensors]
+    yield
+    for index, (now, then) in enumerate(zip(tensors, before, strict=True)):
+        assert_same_bytes(now, then, f"input {index}", strides=False)
 
 
 def tensors_of(value: object) -> list[Tensor]:

@@ -6,30 +6,40 @@ The interpreter is chosen when triton is imported, so the checks have a process 
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
 import sys
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 
+import pytest
 import torch
 
+from tests.support.process import ROOT
 
-def failures(package: str) -> dict[str, str]:
-    """What failed in each case of `tests.<package>.interpreted`, "" for nothing, from a new process."""
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore::RuntimeWarning", "-m", f"tests.{package}.interpreted"],
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+
+def assert_passes(package: str, case: str) -> None:
+    """Require that nothing failed in this case of `tests.<package>.interpreted`. All of them run at the first call."""
+    pytest.importorskip("triton")
+    run = _run(package)
     assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout.splitlines()[-1])
+    failed = json.loads(run.stdout.splitlines()[-1])[case]
+    assert not failed, failed
+
+
+@functools.cache
+def _run(package: str) -> subprocess.CompletedProcess:
+    """The process of all cases, once: also if it does not end."""
+    command = [sys.executable, "-W", "ignore::RuntimeWarning", "-m", f"tests.{package}.interpreted"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    try:
+        return subprocess.run(
+            command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        return subprocess.CompletedProcess(command, -1, "", str(error))
 
 
 def main(cases: dict[str, Callable[[], None]]) -> None:

@@ -40,6 +40,8 @@ def install() -> None:
     builder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
     builder.create_minnumf = lambda self, a, b: self.binary_op(a, b, np.fmin)
     builder.create_dot = _dot
+    builder.create_masked_load = _with_bool_mask(builder.create_masked_load, 1)
+    builder.create_masked_store = _with_bool_mask(builder.create_masked_store, 2)
     _patch_index()
 
 
@@ -111,6 +113,16 @@ def _fma(self, a: _Handle, b: _Handle, c: _Handle) -> _Handle:
 
 def _dot(self, a: _Handle, b: _Handle, c: _Handle, *rest) -> _Handle:
     return self._without_repairs["create_dot"](self, _widened(a), _widened(b), c, *rest)
+
+
+def _with_bool_mask(method, place: int):
+    """`method` with the mask, at that place, in bool: comparisons of integers give int32, which Triton 3.9 refuses."""
+
+    def repaired(self, *args):
+        mask = args[place]
+        return method(self, *args[:place], _Handle(mask.data.astype(bool), tl.int1), *args[place + 1 :])
+
+    return repaired
 
 
 def _patch_index() -> None:

@@ -42,12 +42,12 @@ def moe_experts(
     are fp32 of blocks of 128 products, which the tensor cores add up with about 14 bits.
 
     Differentiable in x and the weights; only the gradients that are asked for are computed. A clamp's bound itself has
-    a gradient, as with torch.clamp. The gradient of x is 0 past the last group, those of the weights of an expert
-    without rows are 0. `forward` and `backward` of `reference` and, with fp8, of `fp8.reference` are the exact
-    definitions. Kept for the backward: the inputs, and G and U, 4 I bytes a row; with fp8, if a gradient can be asked
-    for, none of the inputs, but G and U, x in FP8, H bytes a row of `padded_rows`, and the weights in FP8. Bitwise
-    repeatable; a row's results do not depend on other rows. Second-order gradients raise RuntimeError. Autocast changes
-    nothing, and converts nothing.
+    a gradient, as with torch.clamp before 2.14. The gradient of x is 0 past the last group, those of the weights of
+    an expert without rows are 0. `forward` and `backward` of `reference` and, with fp8, of `fp8.reference` are the
+    exact definitions. Kept for the backward: the inputs, and G and U, 4 I bytes a row; with fp8, if a gradient can be
+    asked for, none of the inputs, but G and U, x in FP8, H bytes a row of `padded_rows`, and the weights in FP8.
+    Bitwise repeatable; a row's results do not depend on other rows. Second-order gradients raise RuntimeError. Autocast
+    changes nothing, and converts nothing.
 
     Raises TypeError or ValueError that names the argument before anything is launched, and
     `hopper_kernels.KernelUnavailable` on a CUDA device that is not SM90 or with a Triton or a PyTorch that the kernels

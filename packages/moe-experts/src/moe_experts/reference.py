@@ -62,7 +62,7 @@ def backward_data(
         dG = bf(dH Uc s (1 + Gc (1 - s))) where G <= l, else 0
         dU = bf(dH silu(Gc)) where -l <= U <= l, else 0
         dX = bf(dG Wg + dU Wu)
-    A bound itself has a gradient, as with torch.clamp; NaN is within no bounds.
+    A bound itself has a gradient, as with torch.clamp before 2.14; NaN is within no bounds.
     Returns dx (M, H), (0,) if it is not needed, dgate_dup (M, 2I), which is dG and then dU, and h (M, I), as in
     `forward`. Rows past the last group are zeros.
     """

@@ -1,13 +1,23 @@
 """Streams, CUDA graphs, devices, repeats and processes: the bytes are always the same."""
 
+from functools import partial
+
 import pytest
 import torch
 from fp8_dual_cast import fp8_dual_cast, per_token_cast, per_token_cast_transposed
 
 from tests.fp8_dual_cast import inputs, on_gpu
-from tests.support import memory
+from tests.support import first_call
 from tests.support.compare import assert_same_bytes
-from tests.support.device import capture, no_sync, repeat_bytes, side_stream
+from tests.support.device import (
+    capture,
+    differences_at_once,
+    no_sync,
+    nothing_allocated,
+    other_device,
+    repeat_bytes,
+    side_stream,
+)
 from tests.support.process import output_of, start_python
 
 pytestmark = pytest.mark.gpu
@@ -17,23 +27,14 @@ import torch
 from fp8_dual_cast import fp8_dual_cast
 from hopper_kernels import reference
 from tests.fp8_dual_cast import inputs, on_gpu
+from tests.support import first_call
 x = inputs.matrix(300, 512).cuda()
 options = on_gpu.rotation(300, 128, 64)
 with reference():
     expected = fp8_dual_cast(x, **options)
-torch.cuda.synchronize()
-graph = torch.cuda.CUDAGraph()
-try:
-    with torch.cuda.graph(graph):
-        actual = fp8_dual_cast(x, **options)
-except Exception as error:
-    assert "captur" in str(error), f"the error must mention the capture: {type(error).__name__}: {error}"
-    print("refused")
-else:
-    graph.replay()
-    torch.cuda.synchronize()
-    on_gpu.assert_dual(actual, expected, "replay")
-    print("works")
+first_call.capture(
+    lambda: fp8_dual_cast(x, **options), lambda found: on_gpu.assert_dual(found, expected, "replay")
+)
 """
 DIGEST = "from tests.fp8_dual_cast import on_gpu; print(on_gpu.digest())"
 
@@ -47,10 +48,6 @@ def all_casts(x, cos_sin_cache, position_ids, head_dim=128):
 def operands(tokens=1000, channels=1280):
     options = on_gpu.rotation(tokens, 128, 64)
     return on_gpu.matrix(tokens, channels), options["cos_sin_cache"], options["position_ids"]
-
-
-def copies(results):
-    return [t.clone() for t in results]
 
 
 def assert_all(actual, expected, what):
@@ -112,19 +109,8 @@ def test_nothing_synchronises():
 
 def test_two_streams_at_once():
     """100 rounds on two streams with different data of their own give what each gives alone."""
-    arguments = [operands(1000, 1280), operands(640, 2304)]
-    expected = [copies(all_casts(*args)) for args in arguments]
-    streams = [torch.cuda.Stream() for _ in arguments]
-    wrong = [torch.zeros((), dtype=torch.int64, device=on_gpu.DEVICE) for _ in arguments]
-    torch.cuda.synchronize()
-    for _ in range(100):
-        for args, wanted, stream, count in zip(arguments, expected, streams, wrong, strict=True):
-            with torch.cuda.stream(stream):
-                for got, want in zip(all_casts(*args), wanted, strict=True):
-                    bits = torch.int32 if got.dtype == torch.float32 else torch.uint8
-                    count += torch.count_nonzero(got.view(bits) != want.view(bits))
-    torch.cuda.synchronize()
-    assert [count.item() for count in wrong] == [0, 0]
+    calls = [partial(all_casts, *operands(*sizes)) for sizes in ((1000, 1280), (640, 2304))]
+    assert differences_at_once(calls, rounds=100) == [0, 0]
 
 
 def test_repeats():
@@ -136,24 +122,19 @@ def test_repeats():
 
 def test_second_device():
     """Tensors on cuda:1 while cuda:0 is current. Nothing is allocated on cuda:0."""
-    if torch.cuda.device_count() < 2:
-        pytest.skip("requires two CUDA devices")
+    other = other_device(0)
     args = operands(300, 512)
-    there = [t.to("cuda:1") for t in args]
-    torch.cuda.synchronize()
-    before = memory.allocated(0)
-    results = all_casts(*there)
-    assert torch.cuda.memory_allocated(0) == before
-    assert {t.device for t in results} == {torch.device("cuda:1")}
-    assert torch.cuda.current_device() == 0
+    there = [t.to(other) for t in args]
+    with nothing_allocated(0):
+        results = all_casts(*there)
+    assert {t.device for t in results} == {other}
     assert_all([t.to("cuda:0") for t in results], all_casts(*args), "cuda:1")
 
 
 @pytest.mark.timeout(120)
 def test_first_call_in_a_capture(tmp_path):
     """A process that compiles, loads and launches inside a capture gets right bytes or a clear error."""
-    process = start_python(CAPTURE_FIRST, TRITON_CACHE_DIR=str(tmp_path))
-    assert output_of(process, timeout=100).splitlines()[-1] in ("works", "refused")
+    first_call.assert_captured_or_refused(CAPTURE_FIRST, folder=tmp_path)
 
 
 @pytest.mark.slow

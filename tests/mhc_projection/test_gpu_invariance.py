@@ -1,12 +1,14 @@
 """The same bytes in every run, process, batch, stream and launch grid."""
 
+from functools import partial
+
 import pytest
 import torch
 from mhc_projection import plan
 
 from tests.mhc_projection import inputs, on_gpu
 from tests.support.compare import assert_same_bytes
-from tests.support.device import repeat_bytes
+from tests.support.device import differences_at_once, repeat_bytes
 from tests.support.process import output_of, start_python
 
 pytestmark = pytest.mark.gpu
@@ -127,16 +129,5 @@ def test_two_streams_at_once():
     work = []
     for sizes in ((1100, 4, 200), (640, 4, 1280)):
         t = on_gpu.operands(*sizes)
-        work.append((t, on_gpu.all_cotangents(t)))
-    expected = [{name: r.clone() for name, r in on_gpu.everything(*w).items()} for w in work]
-    streams = [torch.cuda.Stream() for _ in work]
-    wrong = [torch.zeros((), dtype=torch.int64, device=on_gpu.DEVICE) for _ in work]
-    torch.cuda.synchronize()
-    for _ in range(30):
-        for arguments, wanted, stream, count in zip(work, expected, streams, wrong, strict=True):
-            with torch.cuda.stream(stream):
-                for name, got in on_gpu.everything(*arguments).items():
-                    bits = torch.int32 if got.dtype == torch.float32 else torch.int16
-                    count += torch.count_nonzero(got.view(bits) != wanted[name].view(bits))
-    torch.cuda.synchronize()
-    assert [count.item() for count in wrong] == [0, 0]
+        work.append(partial(on_gpu.everything, t, on_gpu.all_cotangents(t)))
+    assert differences_at_once(work, rounds=30) == [0, 0]
