@@ -8,10 +8,11 @@ import pytest
 import torch
 from dsa_indexer_topk import dsv41_index_topk, reference
 from hopper_kernels import reference as use_definition
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 from tests.dsa_indexer_topk import inputs
 from tests.dsa_indexer_topk.inputs import MODES, Arguments
+from tests.support.checkpoints import saving
 from tests.support.compare import assert_same_bytes, unchanged
 from tests.support.device import deterministic_algorithms, other_defaults, repeat_bytes
 
@@ -196,17 +197,12 @@ def test_saved_by_a_selective_checkpoint(listed, monkeypatch):
     """A policy names the operator; its results saved, it does not run again."""
     calls, right = [], reference.index_topk
     monkeypatch.setattr(reference, "index_topk", lambda *arguments: calls.append(1) or right(*arguments))
-
-    def policy(context, operator, *args, **options):
-        save = listed and operator.name() == "dsa_indexer_topk::dsv41_index_topk"
-        return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
-
+    saved = ["dsa_indexer_topk::dsv41_index_topk"] if listed else []
     a, runs = inputs.arguments(DOCUMENTS, mode="source"), []
     plain, checkpointed = (a.q.float().clone().requires_grad_() for _ in range(2))
     layer(plain, a, runs).backward()
     calls.clear()
-    contexts = {"context_fn": lambda: create_selective_checkpoint_contexts(policy)}
-    checkpoint(layer, checkpointed, a, runs, use_reentrant=False, **contexts).backward()
+    checkpoint(layer, checkpointed, a, runs, use_reentrant=False, context_fn=saving(*saved)).backward()
     assert len(calls) == (1 if listed else 2)
     same(runs[-1], runs[0])
     assert_same_bytes(checkpointed.grad, plain.grad)

@@ -9,10 +9,11 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 from tests.dsa_sparse_attn_bwd import inputs
 from tests.dsa_sparse_attn_bwd.inputs import NAMES, assert_near, assert_same
+from tests.support.checkpoints import saving
 from tests.support.compare import assert_same_bytes, error64
 from tests.support.tracing import UTILITIES, facts, facts_of_elements, fresh_compiler
 
@@ -240,17 +241,12 @@ def test_under_a_checkpoint(compiled, use_reentrant):
     assert_near(grads_of(call, t), grads_of(layer, t))
 
 
-def products_saved(context, operator, *args, **options):
-    save = operator in (torch.ops.aten.bmm.default, OPERATOR.default)
-    return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
-
-
 @pytest.mark.parametrize("compiled", [False, True])
 def test_under_a_selective_checkpoint(compiled, monkeypatch):
     """Whose policy names the operator: one call in the backward, none when the forward is made again."""
     calls, right = [], reference.backward
     monkeypatch.setattr(reference, "backward", lambda *given: calls.append(1) or right(*given))
-    contexts = functools.partial(create_selective_checkpoint_contexts, products_saved)
+    contexts = saving("aten::bmm", "dsa_sparse_attn_bwd::dsa_sparse_attn_backward")
 
     def call(*operands):
         return checkpoint(layer, *operands, use_reentrant=False, context_fn=contexts)
@@ -269,18 +265,14 @@ def test_saved_by_a_selective_checkpoint(listed, monkeypatch):
     """Inside the checkpointed part itself, its results saved, it does not run again."""
     calls, right = [], reference.backward
     monkeypatch.setattr(reference, "backward", lambda *given: calls.append(1) or right(*given))
-
-    def policy(context, operator, *args, **options):
-        save = listed and operator.name() == "dsa_sparse_attn_bwd::dsa_sparse_attn_backward"
-        return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
+    contexts = saving(*(["dsa_sparse_attn_bwd::dsa_sparse_attn_backward"] if listed else []))
 
     def scaled(x, arguments):
         dq, _, _ = dsa_sparse_attn_backward(**arguments)
         return (dq.float() * x * x).sum()
 
     arguments, grads = inputs.small().batched(), []
-    contexts = {"context_fn": functools.partial(create_selective_checkpoint_contexts, policy)}
-    for call in (scaled, lambda *given: checkpoint(scaled, *given, use_reentrant=False, **contexts)):
+    for call in (scaled, lambda *given: checkpoint(scaled, *given, use_reentrant=False, context_fn=contexts)):
         calls.clear()
         x = torch.ones(arguments["q"].shape, requires_grad=True)
         call(x, arguments).backward()

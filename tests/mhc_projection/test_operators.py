@@ -16,10 +16,11 @@ from mhc_projection import (
     mhc_projection_streams,
     reference,
 )
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 from tests.mhc_projection import inputs, plain
 from tests.mhc_projection.inputs import HC_EPS, ITERS, OPTIONS, RMS_EPS, Operands
+from tests.support.checkpoints import saving
 from tests.support.compare import assert_same_bytes, unchanged
 from tests.support.device import other_defaults, repeat_bytes
 
@@ -274,11 +275,7 @@ def test_saved_by_a_selective_checkpoint(function, listed, monkeypatch):
         forward = getattr(reference, name)
         run = partial(lambda forward, name, *args: calls.append(name) or forward(*args), forward, name)
         monkeypatch.setattr(reference, name, run)
-    saved = {f"mhc_projection::{name}" for name in names} if listed else set()
-
-    def policy(context, operator, *args, **options):
-        return CheckpointPolicy.MUST_SAVE if operator.name() in saved else CheckpointPolicy.PREFER_RECOMPUTE
-
+    saved = [f"mhc_projection::{name}" for name in names] if listed else []
     t = inputs.operands(37)
     wanted = gradients(function, t)
     leaves = t.requires_grad()
@@ -287,7 +284,7 @@ def test_saved_by_a_selective_checkpoint(function, listed, monkeypatch):
         lambda *args: function(*args, **OPTIONS),
         *leaves,
         use_reentrant=False,
-        context_fn=lambda: create_selective_checkpoint_contexts(policy),
+        context_fn=saving(*saved),
     )
     torch.manual_seed(0)
     torch.autograd.backward(results, inputs.cotangents(*results))

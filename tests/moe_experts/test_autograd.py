@@ -10,10 +10,11 @@ import pytest
 import torch
 from moe_experts import moe_experts, moe_experts_backward_data, moe_experts_forward, moe_experts_weight_grad, reference
 from moe_experts.fp8 import reference as fp8_reference
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 from tests.moe_experts import fp8_on_cpu, inputs
 from tests.moe_experts.on_cpu import NAMES, each_form, gradients, names_of, operands, same
+from tests.support.checkpoints import saving
 from tests.support.compare import assert_same_bytes
 
 
@@ -160,18 +161,9 @@ def test_saved_by_a_selective_checkpoint(path, listed, monkeypatch):
     dout = inputs.cotangent(t)
     wanted = gradients(t, dout, None, path.call)
     monkeypatch.setattr(path.definition, "forward", lambda *args: calls.append(1) or forward(*args))
-
-    def policy(context, operator, *args, **options):
-        saved = listed and operator.name() == f"moe_experts::{path.operator}"
-        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
-
+    saved = [f"moe_experts::{path.operator}"] if listed else []
     leaves = t.requires_grad()
-    out = checkpoint(
-        path.call,
-        *leaves,
-        use_reentrant=False,
-        context_fn=lambda: create_selective_checkpoint_contexts(policy),
-    )
+    out = checkpoint(path.call, *leaves, use_reentrant=False, context_fn=saving(*saved))
     out.backward(dout)
     assert len(calls) == (1 if listed else 2)
     same([out.detach(), *(leaf.grad for leaf in leaves.leaves)], wanted)

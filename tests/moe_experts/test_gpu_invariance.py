@@ -34,7 +34,8 @@ each_shape = pytest.mark.parametrize("shape", list(SHAPES.values()), ids=list(SH
 
 
 class Path(NamedTuple):
-    """bf16 or FP8: operands, all results of a step, what autograd gives, and which results have rows, which experts."""
+    """bf16 or FP8: operands, all results of a step, what autograd gives; which results have rows, and which experts;
+    H and I of small operands."""
 
     operands: Callable
     step: Callable

@@ -1,7 +1,9 @@
 """The command line: what it prints, where, and its exit codes. Kernel packages are fakes (conftest)."""
 
+import contextlib
 import importlib.metadata
 import json
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -9,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from hopper_kernels import KERNELS
+from hopper_kernels import KERNELS, cli
 from hopper_kernels.cli import main
 
 CASES = """
@@ -200,9 +202,10 @@ class FakeReport:
 
 @pytest.fixture
 def fake_precompile(monkeypatch):
-    module = ModuleType("hopper_kernels.precompile")
+    module, pools = ModuleType("hopper_kernels.precompile"), []
 
-    def compile_kernel(name):
+    def compile_kernel(name, pool):
+        pools.append(pool)
         if name == "bad_kernel":
             raise RuntimeError("ptxas failed")
         if name == "empty_kernel":
@@ -210,8 +213,12 @@ def fake_precompile(monkeypatch):
         return [FakeReport(name, f"cast[rope={rope}]", instructions={"UTMALDG": 3, "F2FP": rope}) for rope in (0, 1)]
 
     module.compile = compile_kernel
+    module.processes = lambda count: contextlib.nullcontext(f"pool of {count}")
+    monkeypatch.setattr(cli, "MOST_JOBS", 3)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(64))
     module.write_table = lambda path, reports, keep_others: Path(path).write_text(str((len(reports), keep_others)))
     monkeypatch.setitem(sys.modules, "hopper_kernels.precompile", module)
+    return pools
 
 
 def test_precompile(capsys, packages, fake_precompile):
@@ -220,6 +227,13 @@ def test_precompile(capsys, packages, fake_precompile):
     assert (code, err) == (0, "compiling my_kernel ...\n")
     cells = row(out, "cast[rope=1]").split()
     assert cells == ["my_kernel", "cast[rope=1]", "168", "16", "1024", "4", "UTMALDG", "3,", "F2FP", "1", "1.2"]
+
+
+@pytest.mark.parametrize(("options", "count"), [((), 3), (("--jobs", "1"), 1), (("--jobs", "20"), 20)])
+def test_precompile_side_by_side(capsys, packages, fake_precompile, options, count):
+    packages.install_kernel("my_kernel")
+    assert run(capsys, "precompile", "my_kernel", *options)[0] == 0
+    assert fake_precompile == [f"pool of {count}"]
 
 
 def test_precompile_that_fails_does_not_stop_the_others(capsys, packages, fake_precompile):
@@ -260,7 +274,9 @@ def test_precompile_json_of_a_kernel_that_is_not_installed(capsys, packages, fak
     }
 
 
-@pytest.mark.parametrize("argv", [(), ("status", "extra"), ("check", "--no-such-option"), ("other",)])
+@pytest.mark.parametrize(
+    "argv", [(), ("status", "extra"), ("check", "--no-such-option"), ("other",), ("precompile", "--jobs", "0")]
+)
 def test_a_malformed_command_line(capsys, argv):
     with pytest.raises(SystemExit) as caught:
         main(argv)

@@ -137,6 +137,15 @@ def test_a_package_without_a_launch_module(package, monkeypatch):
     assert precompile.variants_of("small") == []
 
 
+def test_processes():
+    with precompile.processes(1) as pool:
+        assert pool is None
+    with precompile.processes(2) as pool, pytest.raises(ValueError, match="variants must be None"):
+        precompile.compile("small", variants=[small_kernels.SCALE], pool=pool)
+    with pytest.raises(ValueError, match="count must be at least 1, got 0"), precompile.processes(0):
+        pass
+
+
 def test_unknown_names_and_architectures():
     with pytest.raises(KeyError, match="unknown kernel"):
         precompile.compile("no_such_kernel")

@@ -5,6 +5,7 @@ import importlib
 import importlib.metadata
 import json
 import math
+import os
 import platform
 import sys
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from hopper_kernels.errors import KernelUnavailable
 from hopper_kernels.selfcheck import Case, Result, run_case
 
 UNKNOWN_NAME = 2
+MOST_JOBS = 8  # each needs about a GB of memory
 _OUTCOME = {True: "ok", False: "FAILED", None: "skipped"}
 
 
@@ -50,8 +52,21 @@ def _parser() -> argparse.ArgumentParser:
             subparser.add_argument("names", nargs="*", metavar="KERNEL", help="default: all that are installed")
         subparser.add_argument("--json", action="store_true", help="write one JSON object to stdout")
         if command is _precompile:
+            subparser.add_argument("--jobs", type=_count, default=_jobs(), help="processes (default: %(default)s)")
             subparser.add_argument("--table", metavar="FILE", help="also write what the variants need to this file")
     return parser
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+    return number
+
+
+def _jobs() -> int:
+    """As many processes as this one may use processors, up to MOST_JOBS."""
+    return min(MOST_JOBS, len(os.sched_getaffinity(0)))
 
 
 def _status(arguments: argparse.Namespace) -> int:
@@ -112,20 +127,21 @@ def _precompile(arguments: argparse.Namespace) -> int:
     # Imported here: it needs Triton, and neither `status` nor `check` does.
     precompile = importlib.import_module("hopper_kernels.precompile")
     compiled, faults, failed = [], {}, False
-    for name in _selected(arguments.names):
-        if registry.installed_version(name) is None:
-            faults[name] = registry.unavailable_reason(name)
-            failed |= bool(arguments.names)
-            continue
-        print(f"compiling {name} ...", file=sys.stderr, flush=True)
-        try:
-            reports = precompile.compile(name)
-            if not reports:
-                raise ValueError("its list of variants is empty, so nothing was compiled")
-            compiled += reports
-        except Exception as error:
-            faults[name] = f"{type(error).__name__}: {error}"
-            failed = True
+    with precompile.processes(arguments.jobs) as pool:
+        for name in _selected(arguments.names):
+            if registry.installed_version(name) is None:
+                faults[name] = registry.unavailable_reason(name)
+                failed |= bool(arguments.names)
+                continue
+            print(f"compiling {name} ...", file=sys.stderr, flush=True)
+            try:
+                reports = precompile.compile(name, pool=pool)
+                if not reports:
+                    raise ValueError("its list of variants is empty, so nothing was compiled")
+                compiled += reports
+            except Exception as error:
+                faults[name] = f"{type(error).__name__}: {error}"
+                failed = True
     if arguments.table and not failed:
         precompile.write_table(arguments.table, compiled, keep_others=bool(arguments.names))
     rows = [asdict(report) for report in compiled]

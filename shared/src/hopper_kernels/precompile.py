@@ -10,9 +10,11 @@ import importlib
 import importlib.metadata
 import importlib.util
 import json
+import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -84,21 +86,53 @@ def variants_of(name: str) -> list[Variant]:
 
 
 def compile(
-    name: str, *, variants: Iterable[Variant] | None = None, arch: str = ARCH, device: Device = None
+    name: str,
+    *,
+    variants: Iterable[Variant] | None = None,
+    arch: str = ARCH,
+    device: Device = None,
+    pool: Executor | None = None,
 ) -> list[Report]:
     """Compile the variants of kernel `name` (default: all that its package lists), and report on each, in order.
 
+    pool: from `processes`, to compile side by side; then `variants` are those that the package lists.
     device: whose cache to fill; None is the current CUDA device. Without an SM90 device there, a driver that can only
     compile stands in for Triton's own until this returns. Spills and missing instructions are reported, not raised.
-    ValueError for another `arch` than sm_90a; KeyError and KernelUnavailable as `variants_of`, and
-    KernelUnavailable without cuobjdump and nvdisasm; whatever a variant raises passes through.
+    ValueError for another `arch` than sm_90a, or for `variants` beside a pool; KeyError and KernelUnavailable as
+    `variants_of`, and KernelUnavailable without cuobjdump and nvdisasm; whatever a variant raises passes through.
     """
     if arch != ARCH:
         raise ValueError(f"arch must be {ARCH!r}, got {arch!r}")
     _require_triton()
+    if pool is not None:
+        if variants is not None:
+            raise ValueError("variants must be None, for a pool looks them up by their names")
+        tasks = [pool.submit(_compile_one, name, number, device) for number in range(len(variants_of(name)))]
+        return [task.result() for task in tasks]
     chosen = variants_of(name) if variants is None else list(variants)
     with torch.cuda.device(cuda_index(device)) if is_sm90(device) else compile_only_driver():
         return [_report(name, variant) for variant in chosen]
+
+
+def _compile_one(name: str, number: int, device: Device) -> Report:
+    (report,) = compile(name, variants=variants_of(name)[number : number + 1], device=device)
+    return report
+
+
+@contextlib.contextmanager
+def processes(count: int) -> Iterator[Executor | None]:
+    """New processes in which to compile, and the end of them; None, for the caller's own, if `count` is 1.
+
+    Each imports PyTorch, and where there is a GPU has a context there, about 0.5 GB. A script that uses it needs the
+    usual `if __name__ == "__main__":`. ValueError for a count below 1.
+    """
+    if count < 1:
+        raise ValueError(f"count must be at least 1, got {count}")
+    if count == 1:
+        yield None
+        return
+    with ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield pool
 
 
 @contextlib.contextmanager
