@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from benches import machine
-from benches.harness import HERE, rounded
+from benches.harness import HERE, write
 from benches.v41 import operations
 from benches.v41.config import FLASH, SINGLE
 from benches.v41.step import Setting, Step
@@ -63,9 +63,7 @@ def main(argv: list[str] | None = None) -> int:
             done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
             record[label] = json.loads(done.stdout.splitlines()[-1])
     print(markdown(record))
-    folder = options.output or HERE / "results"
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{NAME}.json").write_text(json.dumps(rounded(record), indent=1) + "\n")
+    write(record, options.output or HERE / "results")
     return 0
 
 

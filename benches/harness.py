@@ -42,21 +42,27 @@ def main(bench: Bench, argv: list[str] | None = None) -> int:
     record = run(bench, device, quick=options.quick, rounds=options.rounds, only=options.only)
     print(table.text(record))
     if device.type == "cuda" or options.output:
-        results.mkdir(parents=True, exist_ok=True)
-        path = results / f"{bench.name}.json"
-        path.write_text(json.dumps(rounded(record), indent=1) + "\n")
+        path = write(record, results)
         progress(f"wrote {path.name} and {plotting.draw_file(path, plots).name}")
     ours = [entry for case in record["cases"] for entry in case["candidates"] if entry["ours"]]
     return int(any(entry["status"] != "verified" for entry in ours))
 
 
-def rounded(value: Any) -> Any:
+def write(record: dict[str, Any], folder: Path) -> Path:
+    """The record as JSON, in a file with the bench's name."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{record['bench']}.json"
+    path.write_text(json.dumps(_rounded(record), indent=1) + "\n")
+    return path
+
+
+def _rounded(value: Any) -> Any:
     """Floats at 6 digits: more would only be noise in the committed file."""
     if isinstance(value, float):
         return float(f"{value:.6g}")
     if isinstance(value, dict):
-        return {name: rounded(part) for name, part in value.items()}
-    return [rounded(part) for part in value] if isinstance(value, list) else value
+        return {name: _rounded(part) for name, part in value.items()}
+    return [_rounded(part) for part in value] if isinstance(value, list) else value
 
 
 def _parse(bench: Bench, argv: list[str] | None) -> argparse.Namespace:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,15 @@ _UNITS = {"gb_per_s": "GB/s", "tflop_per_s": "TFLOP/s"}
 _OURS, _PEERS = "#1b6ca8", ["#8f9aa3", "#c9a227", "#6a8d5b", "#a65a5a", "#7b6aa8", "#4f9c9c"]
 
 
-def draw_file(path: Path, folder: Path) -> Path:
-    """Draw the JSON at `path` into `folder`/<bench>.svg and return that path. Needs matplotlib."""
+def draw_file(path: Path, folder: Path, drawn: Callable[[dict[str, Any], Path], None] | None = None) -> Path:
+    """Draw the JSON at `path` into `folder`/<bench>.svg and return that path, by `drawn` or else by `draw`.
+
+    Needs matplotlib.
+    """
     record = json.loads(path.read_text())
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / f"{record['bench']}.svg"
-    draw(record, target)
+    (drawn or draw)(record, target)
     return target
 
 

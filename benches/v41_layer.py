@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -21,8 +20,9 @@ from typing import Any, NamedTuple
 import torch
 
 from benches import machine
-from benches.harness import CPU_NOTICE, HERE, rounded
+from benches.harness import CPU_NOTICE, HERE, write
 from benches.measure import progress
+from benches.plotting import draw_file
 from benches.timing import statistics_of
 from benches.v41 import operations, plotting, table
 from benches.v41.config import FLASH, SINGLE, TOY
@@ -79,16 +79,14 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     results, plots = (options.output, options.output) if options.output else (HERE / "results", HERE / "plots")
     if options.plot:
-        progress(f"drew {plotting.draw_file(results / f'{NAME}.json', plots).name}")
+        progress(f"drew {draw_file(results / f'{NAME}.json', plots, plotting.draw).name}")
         return 0
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     record = run(device, options.rounds, options.only)
     print(table.text(record))
     if device.type == "cuda" or options.output:
-        results.mkdir(parents=True, exist_ok=True)
-        path = results / f"{NAME}.json"
-        path.write_text(json.dumps(rounded(record), indent=1) + "\n")
-        progress(f"wrote {path.name} and {plotting.draw_file(path, plots).name}")
+        path = write(record, results)
+        progress(f"wrote {path.name} and {draw_file(path, plots, plotting.draw).name}")
     return int(any(one["status"] != "verified" for setting in record["settings"] for one in setting["variants"]))
 
 

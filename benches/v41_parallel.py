@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import os
 import subprocess
 import sys
@@ -25,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from benches import machine
-from benches.harness import HERE, rounded
+from benches.harness import HERE, write
 from benches.measure import progress
 from benches.timing import statistics_of
 from benches.v41 import operations, sharded
@@ -59,9 +58,7 @@ def main(argv: list[str] | None = None) -> int:
         if dist.get_rank() == 0:
             print(text(record))
             if cuda or options.output:
-                folder = options.output or HERE / "results"
-                folder.mkdir(parents=True, exist_ok=True)
-                (folder / f"{NAME}.json").write_text(json.dumps(rounded(record), indent=1) + "\n")
+                write(record, options.output or HERE / "results")
         return int(any(part["status"] != "verified" for part in record["parts"]))
     finally:
         dist.destroy_process_group()

@@ -246,7 +246,7 @@ class Rows(torch.autograd.Function):
 
 
 class Experts(nn.Module):
-    """The router's best experts of each token, in `groups` of the processes, and one that all tokens have."""
+    """The router's best experts of each token, spread over the processes, and one that all tokens have."""
 
     def __init__(self, config: Config, role: Role, ranks: int) -> None:
         super().__init__()

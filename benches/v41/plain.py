@@ -20,24 +20,9 @@ def products(a: Tensor, b: Tensor) -> Tensor:
     return torch.bmm(a, b, out_dtype=torch.float32) if a.is_cuda else torch.bmm(a.float(), b.float())
 
 
-def index_topk(
-    q: Tensor,
-    k: Tensor,
-    w: Tensor,
-    ks: Tensor,
-    ke: Tensor,
-    topk: int,
-    candidates: Tensor | None,
-    emit_candidates: bool,
-    max_entries_per_doc: int,
-    block_size: int,
-    topk_blocks: int,
-) -> tuple[Tensor, Tensor]:
+def index_topk(*arguments: Tensor | int | bool | None) -> tuple[Tensor, Tensor]:
     """As `dsa_indexer_topk.dsv41_index_topk` for one document, picks and blocks in any order."""
-    a = pickers.Arguments(
-        q, k, w, ks, ke, topk, candidates, emit_candidates, max_entries_per_doc, block_size, topk_blocks
-    )
-    return pickers.unfused(a, fp8.per_row, _scores)()
+    return pickers.unfused(pickers.Arguments(*arguments), fp8.per_row, _scores)()
 
 
 def _scores(o: pickers.Operands, candidates: Tensor | None, block_size: int) -> Tensor:

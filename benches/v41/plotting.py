@@ -1,21 +1,11 @@
-"""Draws the layers' plot from its JSON and from nothing else."""
+"""Draws the layers' plot from their record."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 OURS, OTHERS = "#1b6ca8", "#8f9aa3"
-
-
-def draw_file(path: Path, folder: Path) -> Path:
-    """Draw the JSON at `path` into `folder`/<bench>.svg and return that path. Needs matplotlib."""
-    record = json.loads(path.read_text())
-    folder.mkdir(parents=True, exist_ok=True)
-    target = folder / f"{record['bench']}.svg"
-    draw(record, target)
-    return target
 
 
 def draw(record: dict[str, Any], target: Path) -> None:

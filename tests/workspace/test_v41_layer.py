@@ -13,6 +13,7 @@ from hopper_kernels import fp8
 from torch import Tensor
 
 from benches import v41_layer as bench
+from benches.plotting import draw_file
 from benches.v41 import config, fp8_linear, model, operations, parallel, plain, plotting, step, table
 from benches.v41.choices import Choices, share_in_common
 from benches.v41.config import TOY
@@ -281,4 +282,4 @@ class TestBench:
         lines = table.markdown(record, setting["label"]).splitlines()
         assert len(lines) == 2 + len(bench.VARIANTS)
         assert (tmp_path / "v41_layer.svg").stat().st_size > 1000
-        assert plotting.draw_file(tmp_path / "v41_layer.json", tmp_path / "again").exists()
+        assert draw_file(tmp_path / "v41_layer.json", tmp_path / "again", plotting.draw).exists()
