@@ -44,7 +44,7 @@ def _compiled(folder: Path) -> set[Path]:
 
 def precompile(kernel: str, variants: int, folder: Path, seconds: float = 170) -> None:
     """`hopper-kernels precompile` into an empty folder: every variant is reported, and then is there."""
-    process = start_python(_COMMAND, "precompile", kernel, TRITON_CACHE_DIR=str(folder))
+    process = start_python(_COMMAND, "precompile", "--jobs", "2", kernel, TRITON_CACHE_DIR=str(folder))
     assert len(_rows(output_of(process, seconds), kernel)) == variants
     assert len(_compiled(folder)) == variants
 
